@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from lightning_lowrank.federated.execution import choice
+from lightning_lowrank.federated.execution import auto
 from tests.benchmarks.contending import Rounds
 from tests.benchmarks.experiments_contenders import ours, plain, prepare
 from tests.benchmarks.experiments_contenders.ours import run_recipe
@@ -90,7 +90,7 @@ def test_every_experiment_is_that_of_the_loop_written_by_hand(tmp_path, contendi
 @pytest.mark.filterwarnings("ignore")
 def test_every_execution_of_fedmud_is_the_sequential_one(tmp_path, monkeypatch, contending_here):
     ends = []
-    monkeypatch.setattr(choice, "_fastest", lambda *arguments: ("sequential", True, "channels last"))
+    monkeypatch.setattr(auto, "_fastest", lambda *arguments: ("sequential", True, "channels last"))
     for execution in ("sequential", "vectorized", "auto"):
         trial = Trial("ours", str(SHARED_DATA), rounds=2, experiment="fedmud", folder=str(tmp_path), quick=True)
         words = ["--federated.execution", execution, "--trainer.precision", "64-true"]

@@ -22,7 +22,7 @@ from lightning_lowrank.federated.data import (
     Partition,
     find_labels,
 )
-from lightning_lowrank.federated.execution.distributed import ClientParallelStrategy
+from lightning_lowrank.federated.execution.processes import ClientParallelStrategy
 from lightning_lowrank.federated.ledger import Ledger
 from lightning_lowrank.federated.loop import FederatedLoop
 from lightning_lowrank.federated.messages import Message

@@ -30,7 +30,7 @@ from lightning_lowrank.federated.data.evaluation_samples import matched_labels
 from lightning_lowrank.federated.data.labels import find_named_labels, numbered_alike
 from lightning_lowrank.federated.data.loader import Request, SeededBatches, batch_reader, check_loader
 from lightning_lowrank.federated.data.rounds import RoundData
-from lightning_lowrank.federated.execution.distributed import ClientParallelStrategy
+from lightning_lowrank.federated.execution.processes import ClientParallelStrategy
 from lightning_lowrank.federated.logbook import Logbook
 from lightning_lowrank.federated.randomness import StepRandomness, step_seed
 from lightning_lowrank.federated.run_facts import write_client_table

@@ -28,9 +28,9 @@ from lightning_lowrank.federated.client_states import ClientStates
 from lightning_lowrank.federated.coordinator import Coordinator
 from lightning_lowrank.federated.data.planner import Chunk
 from lightning_lowrank.federated.data.rounds import RoundData
+from lightning_lowrank.federated.execution.auto import choose_execution
 from lightning_lowrank.federated.execution.base import Execution
-from lightning_lowrank.federated.execution.choice import choose_execution
-from lightning_lowrank.federated.execution.distributed import (
+from lightning_lowrank.federated.execution.processes import (
     ClientParallelStrategy,
     SharedCoordinator,
     check_processes,

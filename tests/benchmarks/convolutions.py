@@ -28,7 +28,7 @@ With `--shapes` each row is one convolution, forward and backward, of CNN4, ResN
 on any device: as torch maps it (grouped), that with channels last, `F.unfold` and batched products, windows and one
 batched product, a convolution per client (with channels last: what `StackedProducts` does on a CPU), and on a GPU a
 convolution per client on eight streams. The last line says for how many shapes the way that this library takes on the
-device is the fastest, and which ways are faster for the others: `stacked_products.py` has the choice.
+device is the fastest, and which ways are faster for the others: `mapped_layers.py` has the choice.
 """
 
 from __future__ import annotations
@@ -51,8 +51,8 @@ from torch.func import functional_call, vmap
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from lightning_lowrank.federated.execution import stacked_products
-from lightning_lowrank.federated.execution.stacked_products import StackedProducts
+from lightning_lowrank.federated.execution import mapped_layers
+from lightning_lowrank.federated.execution.mapped_layers import StackedProducts
 from lightning_lowrank.layers import BlockKronecker, MatrixProduct, convert
 from lightning_lowrank.models import CNN4
 
@@ -193,12 +193,12 @@ class Alternative(StackedProducts):
             return function(*arguments, **(keywords or {}))
         if function is F.conv2d and self.convolve is not None:
             # `StackedProducts` unwraps the stacks; only what it does with them is replaced.
-            shipped = stacked_products._StackedConvolution
-            stacked_products._StackedConvolution = Replaced(self.convolve)
+            shipped = mapped_layers._StackedConvolution
+            mapped_layers._StackedConvolution = Replaced(self.convolve)
             try:
                 return super().__torch_function__(function, types, arguments, keywords)
             finally:
-                stacked_products._StackedConvolution = shipped
+                mapped_layers._StackedConvolution = shipped
         return super().__torch_function__(function, types, arguments, keywords)
 
 
@@ -388,7 +388,7 @@ def side_streams(device: torch.device) -> list[torch.cuda.Stream]:
 def loop_channels_last(
     inputs: Tensor, weights: Tensor, biases: Tensor | None, stride: Any, padding: Any, dilation: Any, groups: int
 ) -> Tensor:
-    return stacked_products._StackedConvolution.apply(inputs, weights, biases, stride, padding, dilation, groups)
+    return mapped_layers._StackedConvolution.apply(inputs, weights, biases, stride, padding, dilation, groups)
 
 
 OF_SHAPES: dict[str, Convolve] = {

@@ -41,7 +41,7 @@ from lightning_lowrank import (
 )
 from lightning_lowrank.federated import fingerprint, local, logbook, whole_checkpoints
 from lightning_lowrank.federated import loop as loop_module
-from lightning_lowrank.federated.execution import choice
+from lightning_lowrank.federated.execution import auto
 from lightning_lowrank.federated.local import LocalTraining
 from lightning_lowrank.internals import advance, lightning
 from lightning_lowrank.internals import torch as internals_of_torch
@@ -690,7 +690,7 @@ OWN: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("name", OWN)
 def test_what_a_user_has_set_on_the_module_is_put_back(tmp_path, monkeypatch, name, fails):
     if name == "channels last":
-        monkeypatch.setattr(choice, "_fastest", lambda *arguments: ("sequential", True, "images are faster so"))
+        monkeypatch.setattr(auto, "_fastest", lambda *arguments: ("sequential", True, "images are faster so"))
     module, called = Module(), []
 
     def wrapped(hook):

@@ -30,8 +30,8 @@ from lightning_lowrank.aggregation import LoRAA2
 from lightning_lowrank.data import TensorImages, collate_images
 from lightning_lowrank.federated import logbook
 from lightning_lowrank.federated.data import device as device_data
-from lightning_lowrank.federated.execution import causes, choice, memory
-from lightning_lowrank.federated.execution.distributed import ClientParallelStrategy
+from lightning_lowrank.federated.execution import auto, memory, why_not
+from lightning_lowrank.federated.execution.processes import ClientParallelStrategy
 from lightning_lowrank.federated.local import LocalTraining
 from lightning_lowrank.federated.randomness import StepRandomness
 from tests.algorithms.methods import LOW_RANK, METHODS, each_method
@@ -128,7 +128,7 @@ def test_means_without_float64_are_those_with_it(tmp_path):
 
 def test_auto_waits_for_the_device_before_it_reads_the_clock(tmp_path, monkeypatch):
     waited = []
-    monkeypatch.setattr(choice, "synchronize", lambda where: waited.append(where.type))
+    monkeypatch.setattr(auto, "synchronize", lambda where: waited.append(where.type))
     fitted(tmp_path, loop_of(execution="auto"), max_epochs=1)
     assert set(waited) == {device.NAME}
     assert len(waited) % 2 == 0
@@ -290,7 +290,7 @@ def test_one_process_of_client_parallel_makes_the_same_steps(tmp_path, counted, 
         assert steps == (3 if execution == "vectorized" else 12)
         if execution == "vectorized":
             assert [waits(calls) for calls in counted[5 * steps :]] == [[]] * steps
-        assert not causes.steps_are_seen(module.trainer, loop.algorithm)
+        assert not why_not.steps_are_seen(module.trainer, loop.algorithm)
     assert_same(*ends)
 
 

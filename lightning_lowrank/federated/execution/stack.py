@@ -29,10 +29,10 @@ from torchmetrics import Metric
 from lightning_lowrank.federated.client_optimizers import fresh_state, is_shared
 from lightning_lowrank.federated.data.loader import DiffersBetweenClients, OfEachClient, Places, batch_of
 from lightning_lowrank.federated.execution.base import while_training
-from lightning_lowrank.federated.execution.causes import CannotMap, cause_of, updates
 from lightning_lowrank.federated.execution.compiled import CompiledSteps, Inputs, Results, differ, tensors_in
-from lightning_lowrank.federated.execution.stacked_products import StackedProducts
+from lightning_lowrank.federated.execution.mapped_layers import StackedProducts
 from lightning_lowrank.federated.execution.traces import Unmapped, Untraced, Watch, reachable
+from lightning_lowrank.federated.execution.why_not import CannotMap, cause_of, updates
 from lightning_lowrank.federated.logbook import Logbook
 from lightning_lowrank.federated.objective import loss_of
 from lightning_lowrank.federated.state import State

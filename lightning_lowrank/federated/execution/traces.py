@@ -27,7 +27,7 @@ from torch.utils.data import DataLoader, Dataset
 from torchmetrics import Metric
 
 from lightning_lowrank.arguments import listed
-from lightning_lowrank.federated.execution.causes import CannotMap, updates
+from lightning_lowrank.federated.execution.why_not import CannotMap, updates
 from lightning_lowrank.federated.objects import walk
 from lightning_lowrank.federated.state import trained_tensors
 from lightning_lowrank.internals.lightning import batch_transfer

@@ -15,15 +15,15 @@ from lightning_lowrank.federated.checks import check_factor_gradients
 from lightning_lowrank.federated.coordinator import Coordinator
 from lightning_lowrank.federated.data.planner import Chunk
 from lightning_lowrank.federated.execution.base import Execution
-from lightning_lowrank.federated.execution.causes import (
+from lightning_lowrank.federated.execution.compiled import CompiledSteps
+from lightning_lowrank.federated.execution.stack import ClientStack
+from lightning_lowrank.federated.execution.traces import Watch, without_writing
+from lightning_lowrank.federated.execution.why_not import (
     ActsOnStacks,
     hooks_around_steps,
     reason_of_hooks,
     steps_are_seen,
 )
-from lightning_lowrank.federated.execution.compiled import CompiledSteps
-from lightning_lowrank.federated.execution.stack import ClientStack
-from lightning_lowrank.federated.execution.traces import Watch, without_writing
 from lightning_lowrank.federated.failures import turn_of
 from lightning_lowrank.federated.state import State, slice_tree, stack_trees
 

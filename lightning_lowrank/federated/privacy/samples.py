@@ -15,10 +15,10 @@ from torch.func import functional_call, grad, vmap
 from torchmetrics import Metric
 
 from lightning_lowrank.arguments import listed
-from lightning_lowrank.federated.execution.causes import cause_of
 from lightning_lowrank.federated.execution.compiled import tensors_in
 from lightning_lowrank.federated.execution.stack import LOGGED_AGAIN, captured_logs
 from lightning_lowrank.federated.execution.traces import Unmapped
+from lightning_lowrank.federated.execution.why_not import cause_of
 from lightning_lowrank.federated.objective import loss_of
 from lightning_lowrank.internals.torch import as_rows, recurrent_weights_kept
 from lightning_lowrank.internals.transformers import values_unseen

@@ -1,4 +1,4 @@
-"""Runs that `test_distributed` makes in one process and in several, which this script is then run in.
+"""Runs that `test_processes` makes in one process and in several, which this script is then run in.
 
     python tests/federated/execution/parallel_runs.py FOLDER PROCESSES RUN ...
 

@@ -11,7 +11,7 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 from lightning_lowrank import IID, FedAvg, FederatedLoop, FromIndices
-from lightning_lowrank.federated.execution import choice
+from lightning_lowrank.federated.execution import auto
 from lightning_lowrank.models import ResNet18
 from tests.federated.execution.random_modules import CLIENTS, OPTIMIZERS, Drawn, outcome, trained
 from tests.helpers import Data, Module, assert_same, fit, network, trainer, weights
@@ -123,7 +123,7 @@ class ThawsLater(Module):
 
 @pytest.mark.parametrize("execution", ["vectorized", "auto"])
 def test_a_step_is_compared_again_where_the_module_has_changed(tmp_path, monkeypatch, execution):
-    monkeypatch.setattr(choice, "time_both", lambda *given: (2.0, 1.0))
+    monkeypatch.setattr(auto, "time_both", lambda *given: (2.0, 1.0))
     loop = FederatedLoop(FedAvg(), partition=FromIndices(CLIENTS["even"]), execution=execution, summary=False)
     with pytest.raises(MisconfigurationException, match=r"from round 1 on: .*its loss is .* for the client alone"):
         fit(trainer(tmp_path, loop, max_epochs=3), ThawsLater(), Data())
@@ -199,7 +199,7 @@ def test_the_comparison_leaves_no_trace(tmp_path, monkeypatch):
     ends = []
     for compares in (True, False):
         if not compares:
-            monkeypatch.setattr(choice, "difference", lambda *given: "")
+            monkeypatch.setattr(auto, "difference", lambda *given: "")
         module = Module(network(norm=nn.BatchNorm1d, dropout=0.3), optimizer=OPTIMIZERS["AdamW"])
         together(tmp_path, module)
         ends.append(weights(module))

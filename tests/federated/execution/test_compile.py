@@ -12,7 +12,7 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import nn
 
 from lightning_lowrank import SCAFFOLD, FedAvg, FederatedLoop, FedMUD, FedProx, FromIndices
-from lightning_lowrank.federated.execution import choice, compiled
+from lightning_lowrank.federated.execution import auto, compiled
 from lightning_lowrank.federated.execution.compiled import CompiledSteps, stack_sizes
 from lightning_lowrank.federated.execution.traces import Memory
 from tests.federated.execution.runs import OPTIMIZERS, UNEVEN, Double, assert_close, run
@@ -245,7 +245,7 @@ def test_a_resumed_run_ends_where_the_first_did(tmp_path, traced):
 
 def test_compiling_may_turn_the_scale(tmp_path, monkeypatch, traced):
     tried = []
-    monkeypatch.setattr(choice, "time_both", lambda *arguments: tried.append(arguments) or (2.0, 4.0 - len(tried) ** 2))
+    monkeypatch.setattr(auto, "time_both", lambda *arguments: tried.append(arguments) or (2.0, 4.0 - len(tried) ** 2))
     _, loop, _ = run(tmp_path, "auto", compile=True, trainer={"max_epochs": 1}, partition=FromIndices(UNEVEN))
     assert loop.rounds.execution.name == "vectorized"
     assert [arguments[5:] for arguments in tried] == [(), (True,)]

@@ -10,7 +10,7 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 from lightning_lowrank import FedAvg, FederatedLoop, FromIndices, LowRank, MatrixProduct
-from lightning_lowrank.federated.execution import choice, memory
+from lightning_lowrank.federated.execution import auto, memory
 from lightning_lowrank.federated.execution.stack import ClientStack
 from tests.federated.execution.runs import assert_close, run
 from tests.helpers import Data, Module, assert_same, fit, trainer, weights
@@ -136,7 +136,7 @@ def sizes(monkeypatch):
 
 @pytest.mark.parametrize("execution", ["vectorized", "auto"])
 def test_fewer_clients_step_together_where_a_step_needs_more_memory(tmp_path, monkeypatch, sizes, execution):
-    monkeypatch.setattr(choice, "time_both", lambda *given: (2.0, 1.0))
+    monkeypatch.setattr(auto, "time_both", lambda *given: (2.0, 1.0))
     settings = {"partition": FromIndices([list(range(start, start + 8)) for start in range(0, 96, 8)])}
     module, loop, _ = run(tmp_path, execution, **settings, trainer={"max_epochs": 1})
     assert (loop.rounds.execution.name, loop.data.chunk_size) == ("vectorized", 3)

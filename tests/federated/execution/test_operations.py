@@ -7,7 +7,7 @@ import torch
 from torch.func import vmap
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
-from lightning_lowrank.federated.execution.stacked_products import StackedProducts
+from lightning_lowrank.federated.execution.mapped_layers import StackedProducts
 
 pytestmark = [pytest.mark.nightly, pytest.mark.filterwarnings("ignore")]
 CLIENTS = 3

@@ -21,22 +21,22 @@ from lightning_lowrank.federated.data.planner import Chunk
 from lightning_lowrank.federated.data.rounds import RoundData
 from lightning_lowrank.federated.data.sampling import NeedsPoissonBatches
 from lightning_lowrank.federated.execution.base import Execution
-from lightning_lowrank.federated.execution.causes import (
+from lightning_lowrank.federated.execution.channels_last import ChannelsLast
+from lightning_lowrank.federated.execution.comparison import difference
+from lightning_lowrank.federated.execution.compiled import CompiledSteps
+from lightning_lowrank.federated.execution.memory import chunk_size_that_fits
+from lightning_lowrank.federated.execution.one_by_one import Sequential
+from lightning_lowrank.federated.execution.processes import ClientParallelStrategy
+from lightning_lowrank.federated.execution.stack import ClientStack
+from lightning_lowrank.federated.execution.traces import trial
+from lightning_lowrank.federated.execution.vectorized import Vectorized
+from lightning_lowrank.federated.execution.why_not import (
     CannotMap,
     cause_of,
     hooks_around_steps,
     steps_are_seen,
     unsupported_reason,
 )
-from lightning_lowrank.federated.execution.channels_last import ChannelsLast
-from lightning_lowrank.federated.execution.comparison import difference
-from lightning_lowrank.federated.execution.compiled import CompiledSteps
-from lightning_lowrank.federated.execution.distributed import ClientParallelStrategy
-from lightning_lowrank.federated.execution.memory import chunk_size_that_fits
-from lightning_lowrank.federated.execution.sequential import Sequential
-from lightning_lowrank.federated.execution.stack import ClientStack
-from lightning_lowrank.federated.execution.traces import trial
-from lightning_lowrank.federated.execution.vectorized import Vectorized
 from lightning_lowrank.federated.objective import loss_of
 from lightning_lowrank.federated.state import trained_tensors
 from lightning_lowrank.internals.replaced import replaced

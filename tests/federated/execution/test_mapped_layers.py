@@ -10,8 +10,8 @@ from torch import nn
 from torch.func import functional_call, grad, vmap
 
 from lightning_lowrank import BlockKronecker, MatrixProduct
-from lightning_lowrank.federated.execution import stacked_products
-from lightning_lowrank.federated.execution.stacked_products import (
+from lightning_lowrank.federated.execution import mapped_layers
+from lightning_lowrank.federated.execution.mapped_layers import (
     StackedProducts,
     _channels_last,
     _StackedBatchNorm,
@@ -538,7 +538,7 @@ def test_two_passes_before_one_gradient():
 @pytest.fixture
 def folding(monkeypatch):
     """Have the CPU take the way of accelerators."""
-    monkeypatch.setattr(stacked_products, "_folds", lambda input: is_mapped(input) and map_level() == 1)
+    monkeypatch.setattr(mapped_layers, "_folds", lambda input: is_mapped(input) and map_level() == 1)
 
 
 @pytest.mark.parametrize("size", [(), (4,), (4, 3)])

@@ -32,7 +32,7 @@ from lightning_lowrank import (
     FromIndices,
 )
 from lightning_lowrank.federated import rounds
-from lightning_lowrank.federated.execution import choice, stack
+from lightning_lowrank.federated.execution import auto, stack
 from lightning_lowrank.federated.execution.channels_last import ChannelsLast
 from tests.federated.execution.runs import OPTIMIZERS, Double, Item, Kept, Reader, assert_close, both, run
 from tests.grids import daily
@@ -59,7 +59,7 @@ def normed():
     return Module(network(norm=nn.BatchNorm1d), optimizer=partial(torch.optim.Adam, lr=0.01))
 
 
-time_both = choice.time_both
+time_both = auto.time_both
 
 
 @pytest.mark.slow
@@ -75,7 +75,7 @@ def test_auto_says_what_it_chose_and_leaves_no_trace(tmp_path, capsys, monkeypat
         tried.extend(time_both(*arguments))
         return times
 
-    monkeypatch.setattr(choice, "time_both", timed)
+    monkeypatch.setattr(auto, "time_both", timed)
     settings = {"module": normed, "data": Double(drop_last=True, batch_size=4)}
     module, loop, _ = run(tmp_path, "auto", **settings)
     assert len(tried) == 2
@@ -109,11 +109,11 @@ def _by_step(folder):
 
 @pytest.mark.slow
 def test_a_resumed_run_keeps_the_choice(tmp_path, monkeypatch):
-    monkeypatch.setattr(choice, "time_both", lambda *a: (2.0, 1.0))
+    monkeypatch.setattr(auto, "time_both", lambda *a: (2.0, 1.0))
     every = ModelCheckpoint(tmp_path, "{step}", save_top_k=-1, every_n_train_steps=1)
     settings = {"chunk_size": 2, "trainer": {"max_epochs": 2}}
     whole, _, _ = run(tmp_path, "auto", callbacks=[every], **settings)
-    monkeypatch.setattr(choice, "time_both", lambda *a: pytest.fail("tried again"))
+    monkeypatch.setattr(auto, "time_both", lambda *a: pytest.fail("tried again"))
     # Inside the first round.
     module, loop, _ = run(tmp_path, "auto", ckpt_path=_by_step(tmp_path)[1], **settings)
     assert loop.rounds.execution.name == "vectorized"
@@ -121,8 +121,8 @@ def test_a_resumed_run_keeps_the_choice(tmp_path, monkeypatch):
 
 
 def test_a_fit_goes_on_where_memory_has_room_for_one_client(tmp_path, monkeypatch):
-    monkeypatch.setattr(choice, "time_both", lambda *given: (2.0, 1.0))
-    monkeypatch.setattr(choice, "chunk_size_that_fits", lambda *given: 1)
+    monkeypatch.setattr(auto, "time_both", lambda *given: (2.0, 1.0))
+    monkeypatch.setattr(auto, "chunk_size_that_fits", lambda *given: 1)
     _, loop, fitted = run(tmp_path, "auto", trainer={"max_epochs": 1})
     fitted.fit_loop.max_epochs = 2
     fit(fitted, fitted.lightning_module, Double())
@@ -146,7 +146,7 @@ def test_both_ways_are_timed_without_a_trace(tmp_path, monkeypatch):
         seen.append(seconds)
         return seconds
 
-    monkeypatch.setattr(choice, "time_both", timed)
+    monkeypatch.setattr(auto, "time_both", timed)
     run(tmp_path, "auto", module=partial(Module, optimizer=OPTIMIZERS["AdamW"]), trainer={"max_epochs": 1})
     assert min(seen[0]) > 0
 
@@ -197,7 +197,7 @@ def test_the_trial_leaves_no_trace(tmp_path, monkeypatch, fails):
         monkeypatch.setattr(fitted.logger.experiment, "add_scalar", lambda *_: written.append(1))
         optimizers = [dict(vars(each)) for each in fitted.optimizers]
         if fails:
-            monkeypatch.setattr(choice, "_seconds", raises_at_the_end(choice._seconds))
+            monkeypatch.setattr(auto, "_seconds", raises_at_the_end(auto._seconds))
         try:
             return time_both(fitted, module, chunk, loader, defers)
         finally:
@@ -215,7 +215,7 @@ def test_the_trial_leaves_no_trace(tmp_path, monkeypatch, fails):
     class Writer(DummyLogger):
         experiment = SimpleNamespace(add_scalar=lambda *_: None)
 
-    monkeypatch.setattr(choice, "time_both", timed)
+    monkeypatch.setattr(auto, "time_both", timed)
     _, loop, _ = run(
         tmp_path, "auto", module=Recording, ema_parameters=["teacher"], trainer={"max_epochs": 1, "logger": Writer()}
     )
@@ -331,7 +331,7 @@ def with_hook(hook, sizes, kind=Callback):
 )
 @pytest.mark.nightly
 def test_callbacks_of_users_see_each_clients_steps(tmp_path, monkeypatch, capsys, hook):
-    monkeypatch.setattr(choice, "time_both", lambda *given: (2.0, 1.0))
+    monkeypatch.setattr(auto, "time_both", lambda *given: (2.0, 1.0))
     alone, fallen, lambdas, together = [], [], [], []
     run(tmp_path, "sequential", callbacks=[with_hook(hook, alone)])
     for callback in (with_hook(hook, fallen, Timer), LambdaCallback(**{hook: sizes_of(hook, lambdas)})):
@@ -346,7 +346,7 @@ def test_callbacks_of_users_see_each_clients_steps(tmp_path, monkeypatch, capsys
 
 
 def test_callbacks_of_lightning_look_at_no_clients_step(tmp_path, monkeypatch):
-    monkeypatch.setattr(choice, "time_both", lambda *given: (2.0, 1.0))
+    monkeypatch.setattr(auto, "time_both", lambda *given: (2.0, 1.0))
     settings = {"trainer": {"logger": CSVLogger(tmp_path), "max_epochs": 1}}
     _, loop, _ = run(tmp_path, "auto", callbacks=[Timer(), DeviceStatsMonitor()], **settings)
     assert loop.rounds.execution.name == "vectorized"
@@ -370,7 +370,7 @@ def test_batches_of_unequal_form_are_those_of_sequential_clients(tmp_path, monke
     said += [r"it reads batch\['names'\]"] if collate is pad_and_name else []
     assert len(warned) == len(said)
     assert all(any(re.search(each, warning) for warning in warned) for each in said)
-    monkeypatch.setattr(choice, "time_both", lambda *given: time_both(*given) and (2.0, 1.0))
+    monkeypatch.setattr(auto, "time_both", lambda *given: time_both(*given) and (2.0, 1.0))
     _, loop, _ = run(
         tmp_path, "auto", module=Sequences, data=Data(Files(), collate_fn=collate), trainer={"max_epochs": 1}
     )
@@ -388,7 +388,7 @@ class Later(Module):
 @pytest.mark.slow
 @pytest.mark.parametrize("norm", [None, nn.BatchNorm1d])
 def test_auto_goes_on_where_later_steps_cannot_be_mapped(tmp_path, monkeypatch, norm):
-    monkeypatch.setattr(choice, "time_both", lambda *given: (2.0, 1.0))
+    monkeypatch.setattr(auto, "time_both", lambda *given: (2.0, 1.0))
     settings = {
         "module": lambda: Later(network(norm=norm)),
         "data": Double(drop_last=True, batch_size=4),
@@ -450,8 +450,8 @@ PICTURES = {"module": Convolving, "data": Pictures(), "partition": FromIndices([
 
 def timed_as(monkeypatch, last, together=9.0):
     """Have clients' steps take 4 seconds alone, ``last`` with channels last, and ``together``."""
-    monkeypatch.setattr(choice, "time_both", lambda *arguments: (4.0, together))
-    monkeypatch.setattr(choice, "time_alone", lambda *arguments, channels_last=False: last if channels_last else 4.0)
+    monkeypatch.setattr(auto, "time_both", lambda *arguments: (4.0, together))
+    monkeypatch.setattr(auto, "time_alone", lambda *arguments, channels_last=False: last if channels_last else 4.0)
 
 
 class Turned(Pictures):
@@ -524,7 +524,7 @@ def test_they_are_tried_where_clients_cannot_step_together(tmp_path, capsys, mon
             loss = super().training_step(batch, batch_idx)
             return loss * (1 if loss.item() > 0 else 2)
 
-    monkeypatch.setattr(choice, "_WORTH_CHANNELS_LAST", math.inf)
+    monkeypatch.setattr(auto, "_WORTH_CHANNELS_LAST", math.inf)
     _, loop, _ = run(tmp_path, "auto", **{**PICTURES, "module": Deciding}, trainer={"max_epochs": 0})
     assert loop.rounds.execution.channels_last
     printed = capsys.readouterr().out
@@ -532,7 +532,7 @@ def test_they_are_tried_where_clients_cannot_step_together(tmp_path, capsys, mon
 
 
 def test_a_step_that_takes_views_keeps_its_format_without_a_trace(tmp_path, capsys, monkeypatch):
-    tried, time_alone = [], choice.time_alone
+    tried, time_alone = [], auto.time_alone
 
     def timed(fitted, module, *arguments, **keywords):
         before, log = everything(module), vars(module).get("log")
@@ -547,8 +547,8 @@ def test_a_step_that_takes_views_keeps_its_format_without_a_trace(tmp_path, caps
             assert vars(module).get("log") is log
             assert not fitted.callback_metrics
 
-    monkeypatch.setattr(choice, "time_both", lambda *arguments: (1.0, 2.0))
-    monkeypatch.setattr(choice, "time_alone", timed)
+    monkeypatch.setattr(auto, "time_both", lambda *arguments: (1.0, 2.0))
+    monkeypatch.setattr(auto, "time_alone", timed)
     settings = {**PICTURES, "module": partial(Convolving, view=True), "trainer": {"max_epochs": 2}}
     fallen, loop, _ = run(tmp_path, "auto", **settings)
     assert tried == [[(True, True, True)] * 3]
@@ -565,7 +565,7 @@ def test_a_resumed_or_continued_run_keeps_the_format(tmp_path, monkeypatch):
     whole, _, _ = run(tmp_path, "auto", **PICTURES, callbacks=[every], trainer={"max_epochs": 2})
     _, continued, fitted = run(tmp_path, "auto", **PICTURES, trainer={"max_epochs": 1})
     for name in ("time_both", "time_alone"):
-        monkeypatch.setattr(choice, name, lambda *a, **k: pytest.fail("tried again"))
+        monkeypatch.setattr(auto, name, lambda *a, **k: pytest.fail("tried again"))
     # Inside the first round.
     checkpoint = _by_step(tmp_path)[1]
     module, loop, _ = run(tmp_path, "auto", **PICTURES, ckpt_path=checkpoint, trainer={"max_epochs": 2})
@@ -599,7 +599,7 @@ def test_a_later_step_that_takes_views_says_what_would_do(tmp_path, monkeypatch)
 
 def test_all_processes_take_the_format_of_the_first(tmp_path, monkeypatch):
     timed_as(monkeypatch, None)
-    found, choose = [], choice.choose_execution
+    found, choose = [], auto.choose_execution
     processes = SimpleNamespace(broadcast=lambda mine: found.append(mine) or ("sequential", True, "the first's"))
     monkeypatch.setattr(
         rounds,
@@ -621,7 +621,7 @@ def test_single_samples_keep_their_format(tmp_path, capsys, monkeypatch):
     ends = []
     for execution, last in (("sequential", False), ("auto", False), ("auto", True)):
         if last:
-            monkeypatch.setattr(choice, "_fastest", lambda *arguments: ("sequential", True, ""))
+            monkeypatch.setattr(auto, "_fastest", lambda *arguments: ("sequential", True, ""))
         settings = {**PICTURES, "module": unnormed, "callbacks": [DifferentialPrivacy(noise_multiplier=1.0)]}
         module, loop, _ = run(tmp_path, execution, **settings, trainer={"max_epochs": 1})
         ends.append(weights(module))
