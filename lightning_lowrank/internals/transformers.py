@@ -8,16 +8,16 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 from torch import Tensor
 
+from lightning_lowrank.internals.replaced import replaced
 from lightning_lowrank.internals.torch import is_transformed
 
-# Modules that ask this before they look at values.
+# Modules that ask is_tracing() before they look at values.
 _ASKING = ("transformers.masking_utils", "transformers.modeling_utils")
-_QUESTION = "is_tracing"
 
 
 @contextmanager
@@ -26,15 +26,11 @@ def values_unseen() -> Iterator[None]:
 
     Where a mask hides nothing, results are the same up to rounding.
     """
-    modules = [module for module in map(sys.modules.get, _ASKING) if hasattr(module, _QUESTION)]
-    answers = [getattr(module, _QUESTION) for module in modules]
-    try:
-        for module, is_tracing in zip(modules, answers, strict=True):
-            setattr(module, _QUESTION, _or_mapped(is_tracing))
+    with ExitStack() as ends:
+        for module in map(sys.modules.get, _ASKING):
+            if hasattr(module, "is_tracing"):
+                ends.enter_context(replaced(module, is_tracing=_or_mapped(module.is_tracing)))
         yield
-    finally:
-        for module, is_tracing in zip(modules, answers, strict=True):
-            setattr(module, _QUESTION, is_tracing)
 
 
 def _or_mapped(is_tracing: Callable[[Any], bool]) -> Callable[[Any], bool]:

@@ -8,6 +8,7 @@ import os
 import signal
 import subprocess
 import sys
+import warnings
 from collections.abc import Mapping, Sequence
 from datetime import timedelta
 from pathlib import Path
@@ -298,6 +299,21 @@ def test_refuses_what_it_is_not_for(tmp_path, callbacks, arguments, message):
     run.state.fn = TrainerFn.FITTING
     with pytest.raises(MisconfigurationException, match=message):
         run.strategy.setup(run)
+
+
+def test_takes_back_what_it_sets(tmp_path):
+    """The fit is refused, after trainer and warnings have been set."""
+    loop = FederatedLoop(FedAvg(), partition=UNEVEN)
+    run = trainer(tmp_path, loop, strategy="client_parallel", devices=2, sync_batchnorm=True)
+    run.state.fn = TrainerFn.FITTING
+    before = [*warnings.filters]
+    with pytest.raises(MisconfigurationException, match="sync_batchnorm"):
+        run.strategy.setup(run)
+    assert run._accelerator_connector.use_distributed_sampler is False
+    assert [*warnings.filters] != before
+    run.strategy.teardown()
+    assert run._accelerator_connector.use_distributed_sampler is True
+    assert [*warnings.filters] == before
 
 
 def test_is_known_by_its_name(tmp_path):
