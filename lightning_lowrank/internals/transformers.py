@@ -28,7 +28,7 @@ def values_unseen() -> Iterator[None]:
     """
     with ExitStack() as ends:
         for module in map(sys.modules.get, _ASKING):
-            if hasattr(module, "is_tracing"):
+            if module is not None and hasattr(module, "is_tracing"):
                 ends.enter_context(replaced(module, is_tracing=_or_mapped(module.is_tracing)))
         yield
 
