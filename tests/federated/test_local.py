@@ -39,7 +39,7 @@ from lightning_lowrank import (
     MatrixProduct,
     PFedMe,
 )
-from lightning_lowrank.federated import fingerprint, local, logbook, whole_checkpoints
+from lightning_lowrank.federated import fingerprint, local, logbook, safe_files
 from lightning_lowrank.federated import loop as loop_module
 from lightning_lowrank.federated.execution import auto
 from lightning_lowrank.federated.local import LocalTraining
@@ -603,7 +603,7 @@ def test_few_attributes_are_replaced(tmp_path, monkeypatch, settings, most):
         names.extend(f"{type(owner).__name__}.{name}" for name in attributes)
         return replaced(owner, **attributes)
 
-    for part in (advance, fingerprint, local, logbook, loop_module, internals_of_torch, whole_checkpoints):
+    for part in (advance, fingerprint, local, logbook, loop_module, internals_of_torch, safe_files):
         monkeypatch.setattr(part, "replaced", noting)
     install, source = lightning.FitLength.install, lightning.TrainLoaderSource.replaced_by
     monkeypatch.setattr(lightning.FitLength, "install", lambda self: names.append("Trainer") or install(self))

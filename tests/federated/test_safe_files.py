@@ -7,6 +7,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import lightning.pytorch as pl
 import pytest
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
@@ -56,9 +57,15 @@ def in_a_child(work):
 
 @pytest.mark.slow
 def test_the_loop_writes_beside_the_target(tmp_path, across_file_systems):
-    run = trainer(tmp_path, FederatedLoop(FedAvg(), clients=3, summary=False), max_epochs=1)
+    ended = []
+
+    class Saves(pl.Callback):
+        def on_train_end(self, trainer, pl_module):
+            ended.append(in_a_child(lambda: trainer.save_checkpoint(tmp_path / "last.ckpt")))
+
+    run = trainer(tmp_path, FederatedLoop(FedAvg(), clients=3, summary=False), Saves(), max_epochs=1)
     fit(run, Module(), Data())
-    assert in_a_child(lambda: run.save_checkpoint(tmp_path / "last.ckpt")) == 0
+    assert ended == [0]
     assert torch.load(tmp_path / "last.ckpt", weights_only=True)["epoch"] == 1
     assert [each.name for each in tmp_path.iterdir()] == ["last.ckpt"]
 
