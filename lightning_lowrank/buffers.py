@@ -6,6 +6,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from torch import Tensor, nn
 
+from lightning_lowrank.aggregation.adapters import is_base_change
 from lightning_lowrank.configuration import check_patterns, misconfigured
 from lightning_lowrank.patterns import matches
 
@@ -16,11 +17,13 @@ def persistent_buffers(module: nn.Module) -> dict[str, Tensor]:
     """Return a module's buffers that are part of its state dict, by name, and what `treat_as_buffers` has added.
 
     What PEFT's adapters hold as buffers is left out: the random projections of VeRA and RandLoRA, which every side
-    makes from its configuration, and the buffers of modules that copies stand in for. Training changes neither.
+    makes from its configuration, and the buffers of modules that copies stand in for. Training changes neither. Changes
+    of quantised base weights are left out too: each side makes them from the round's message.
     """
     kept = module.state_dict(keep_vars=True).keys()
     fixed = set(_fixed_buffers(module))
     buffers = {name: buffer for name, buffer in module.named_buffers() if name in kept and buffer not in fixed}
+    buffers = {name: buffer for name, buffer in buffers.items() if not is_base_change(name)}
     added = vars(module).get(_EMA, ())
     return {**buffers, **{name: module.get_parameter(name) for name in added}}
 

@@ -1,6 +1,6 @@
 """How arrivals become one value: means, robust rules, and aggregation-broadcast operators for LoRA's factors."""
 
-from lightning_lowrank.aggregation.adapters import Adapter, find_adapters
+from lightning_lowrank.aggregation.adapters import Adapter, find_adapters, keep_base_changes
 from lightning_lowrank.aggregation.aggregator import Aggregator, KeepsArrivals, Peers
 from lightning_lowrank.aggregation.averaging import FFA, RBLA, FedSA, FedSVD, LoRAA2, ProductSum, RoLoRA, ZeroPadding
 from lightning_lowrank.aggregation.clustering import FedInc
@@ -68,4 +68,5 @@ __all__ = [
     "ZeroPadding",
     "convergence_constants",
     "find_adapters",
+    "keep_base_changes",
 ]

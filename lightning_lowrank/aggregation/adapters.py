@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from itertools import chain
 from typing import Any, Literal
 
 import torch
@@ -16,38 +17,86 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lightning_lowrank.aggregation.pairs import LowRankPair, working_dtype
+from lightning_lowrank.internals.torch import own_buffers
 from lightning_lowrank.layers import LowRankLayer, MatrixProduct, low_rank_layers
 from lightning_lowrank.layers.settings import update_scale
 
-__all__ = ["Adapter", "find_adapters", "peft_parameters"]
+__all__ = ["Adapter", "find_adapters", "is_base_change", "keep_base_changes", "peft_parameters"]
 
 Name = Literal["B", "A"]
 Parts = dict[str, Tensor]
 Add = Callable[[Tensor, Tensor], object]
 
 
-_BESIDE = "change_beside"
+_CHANGE = "lowrank_change_"
+_PREPARED = "keeps_lowrank_change"
+_PARTS = ("B", "A", "product")
 
 
-class _Beside:
-    """The change of a quantised base weight: a forward hook that adds it to what the base layer returns.
+def is_base_change(name: str) -> bool:
+    """Return whether a buffer of this name holds the change of a quantised base weight, or a part of it."""
+    return name.rpartition(".")[2].startswith(_CHANGE)
 
-    ``parts`` are ``B`` and ``A``, or the ``product`` of them; nothing while there is no change.
+
+def keep_base_changes(module: nn.Module) -> None:
+    """Let the quantised layers that PEFT wrapped load changes of their base weights from a state dict.
+
+    `FLoRA`, `FedEx` and `CoLR` keep what they change of a quantised weight in buffers of its layer,
+    ``lowrank_change_B`` and ``lowrank_change_A``, or ``lowrank_change_product``. `FederatedLoop` calls this function;
+    any other new module needs it before ``load_state_dict``, which refuses these names otherwise.
+
+    Example:
+        >>> model = nn.Linear(4, 4)
+        >>> keep_base_changes(model)  # no quantised layer: nothing changes
     """
+    for _, layer in _peft_layers(module):
+        base = layer.get_base_layer()
+        if not _holds_numbers(base) and not _why_nothing_beside(base):
+            _prepare_for_change(base)
 
-    def __init__(self) -> None:
-        self.parts: Parts = {}
 
-    def __call__(self, layer: nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> Tensor | None:
-        if not self.parts:
-            return None
-        (taken, *_) = inputs
-        first = self.parts.get("product", self.parts.get("A"))
-        assert first is not None
-        found = F.linear(taken.to(first.dtype), first)
-        if "B" in self.parts:
-            found = F.linear(found, self.parts["B"])
-        return output + found.to(output.dtype)
+def _prepare_for_change(layer: nn.Module) -> None:
+    if not vars(layer).get(_PREPARED, False):
+        layer.register_forward_hook(_add_change)
+        layer.register_load_state_dict_pre_hook(_make_room_for_change)
+        vars(layer)[_PREPARED] = True
+
+
+def _change_in(layer: nn.Module) -> Parts:
+    """Return the change of a layer's base weight: ``B`` and ``A``, or the ``product`` of them; empty: none."""
+    buffers = own_buffers(layer)
+    return {name: value for name in _PARTS if (value := buffers.get(_CHANGE + name)) is not None}
+
+
+def _set_change(layer: nn.Module, parts: Parts) -> None:
+    _prepare_for_change(layer)
+    held = next(chain(layer.parameters(), layer.buffers()), None)
+    for name in _PARTS:
+        if name in parts:
+            layer.register_buffer(_CHANGE + name, parts[name] if held is None else parts[name].to(held.device))
+        else:
+            own_buffers(layer).pop(_CHANGE + name, None)
+
+
+def _add_change(layer: nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> Tensor | None:
+    """Add the change of a quantised base weight to what its layer returns; a forward hook."""
+    parts = _change_in(layer)
+    if not parts:
+        return None
+    (taken, *_) = inputs
+    first = parts["product"] if "product" in parts else parts["A"]
+    found = F.linear(taken.to(first.dtype), first)
+    if "B" in parts:
+        found = F.linear(found, parts["B"])
+    return output + found.to(output.dtype)
+
+
+def _make_room_for_change(layer: nn.Module, state: Mapping[str, Tensor], prefix: str, *_: Any) -> None:
+    """Give a layer the buffers of a state dict's change; a pre-hook of `load_state_dict`."""
+    found = {name: value for name in _PARTS if (value := state.get(f"{prefix}{_CHANGE}{name}")) is not None}
+    # A state dict that has the layer and no change of it is of the layer without one.
+    if found or any(key.startswith(prefix) for key in state):
+        _set_change(layer, {name: torch.empty_like(value) for name, value in found.items()})
 
 
 class Adapter(ABC):
@@ -117,7 +166,7 @@ class Adapter(ABC):
 
     @property
     def beside(self) -> Parts:
-        """The change of a quantised base weight, which the layer adds to its outputs; may be set.
+        """The change of a quantised base weight, in buffers of its layer, which adds it to its outputs; may be set.
 
         Either ``B`` and ``A``, whose product it is, or the ``product`` itself, in single precision. Empty: none.
         """
@@ -269,22 +318,15 @@ class _PeftAdapter(Adapter):
 
     @property
     def beside(self) -> Parts:
-        hook = getattr(self._layer.get_base_layer(), _BESIDE, None)
-        return {} if hook is None else hook.parts
+        return _change_in(self._layer.get_base_layer())
 
     @beside.setter
     def beside(self, parts: Parts) -> None:
-        base = self._layer.get_base_layer()
         if not self.quantised:
             raise ValueError(f"layer {self.name!r} is not quantised: its base weight itself takes changes.")
-        hook = getattr(base, _BESIDE, None)
-        if hook is None:
-            if not parts:
-                return
-            hook = _Beside()
-            base.register_forward_hook(hook)
-            setattr(base, _BESIDE, hook)
-        hook.parts = parts
+        base = self._layer.get_base_layer()
+        if parts or _change_in(base):
+            _set_change(base, parts)
 
     def as_base_matrix(self, weight: Tensor) -> Tensor:
         return weight.T if self._stored_by_input else weight.flatten(1)
@@ -389,6 +431,10 @@ def _why_unfoldable(
         return _shared_with(module, holders.get(base.weight, []), [base])
     if getattr(layer, "use_dora", {}).get(adapter):
         return "it is quantised, and DoRA's norms would not have what is kept beside it"
+    return _why_nothing_beside(base)
+
+
+def _why_nothing_beside(base: nn.Module) -> str:
     if isinstance(base, (nn.Embedding, nn.Conv1d, nn.Conv2d, nn.Conv3d)):
         return f"it is quantised, and a change can be kept beside linear layers only, not {type(base).__name__}"
     return ""

@@ -26,6 +26,7 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
+from lightning_lowrank.aggregation.adapters import is_base_change
 from lightning_lowrank.arguments import SAME_RESULT, Configured, recorded_arguments
 from lightning_lowrank.federated.settings import FederatedSettings
 from lightning_lowrank.internals.replaced import replaced
@@ -228,7 +229,7 @@ def refuse_other_shapes(module: nn.Module, state: Mapping[str, Any], prefix: str
         MisconfigurationException: If a tensor of the state dict has another shape than the module's own.
     """
     own = itertools.chain(module.named_parameters(), module.named_buffers())
-    shapes = {name: tuple(value.shape) for name, value in own if not is_lazy(value)}
+    shapes = {name: tuple(value.shape) for name, value in own if not (is_lazy(value) or is_base_change(name))}
     found = {
         name: f"{tuple(value.shape)} in the checkpoint, {shapes[name]} now"
         for name, value in state.items()

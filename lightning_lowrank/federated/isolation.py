@@ -16,6 +16,7 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import Tensor, nn
 from torchmetrics import Metric
 
+from lightning_lowrank.aggregation.adapters import is_base_change
 from lightning_lowrank.arguments import listed
 from lightning_lowrank.federated.execution.traces import Unwritten
 from lightning_lowrank.federated.kept import Kept
@@ -153,11 +154,11 @@ class _Home:
 
 
 def _buffers(module: nn.Module) -> Iterator[_Home]:
-    """Yield where a module keeps its buffers, but for those of metrics."""
+    """Yield where a module keeps its buffers, but for those of metrics and changes of quantised base weights."""
     for prefix, part in _parts(module):
         table = own_buffers(part)
         for key, buffer in table.items():
-            if buffer is not None:
+            if buffer is not None and not is_base_change(key):
                 yield _Home(f"{prefix}.{key}" if prefix else key, table, key, buffer)
 
 

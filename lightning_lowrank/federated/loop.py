@@ -22,6 +22,7 @@ from rich import get_console
 from torch import nn
 from torch.utils.data import DataLoader
 
+from lightning_lowrank.aggregation.adapters import keep_base_changes
 from lightning_lowrank.buffers import aliases, under_all_names
 from lightning_lowrank.federated.algorithm import inherits
 from lightning_lowrank.federated.checks import (
@@ -238,6 +239,7 @@ class FederatedLoop(FederatedSettings, Callback):
         check_namespace(trainer, pl_module)
         self._restore.close()
         self._restore.enter_context(written_whole(trainer))
+        keep_base_changes(pl_module)
         if stage != "fit":
             if self.personal_test is not None and self._rounds is None and stage != "predict":
                 rank_zero_warn(f"no round was made with this FederatedLoop: {NOT_JUDGED}")

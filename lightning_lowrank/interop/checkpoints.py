@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lightning_lowrank.aggregation.adapters import find_adapters
+from lightning_lowrank.aggregation.adapters import keep_base_changes
 from lightning_lowrank.arguments import first_ten, listed
 from lightning_lowrank.buffers import under_all_names
 from lightning_lowrank.configuration import misconfigured
@@ -140,16 +140,12 @@ def _wrapped_adapter(checkpoint: dict[str, Any], state: Mapping[str, Any], folde
     """Write the adapter of a checkpoint of a module that PEFT wrapped."""
     put_back(checkpoint, dict(module.named_parameters(remove_duplicate=False)), "the module")
     base = wrapped_tensors(module)
+    keep_base_changes(module)
     try:
         module.load_state_dict(checkpoint["state_dict"])
     except RuntimeError as error:
         said = " ".join(str(error).split())
         raise misconfigured(f"the checkpoint is of another module than the one that was given: {said}") from error
-    beside = state.get("beside", {})
-    if beside:
-        adapters = find_adapters(module)
-        for layer, parts in beside.items():
-            adapters[layer].beside = parts
     return export_wrapped(module, folder, base=base, sums=state.get("sums", {}))
 
 

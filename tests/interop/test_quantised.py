@@ -25,6 +25,7 @@ from lightning_lowrank import (
     TrainedCheckpoints,
     export_adapter,
 )
+from lightning_lowrank.aggregation import keep_base_changes
 from lightning_lowrank.interop.checkpoints import adapter_checkpoint
 from tests.grids import daily, nightly_except
 from tests.helpers import Data, Module, fit, trainer
@@ -232,6 +233,47 @@ def test_another_fit_goes_on_from_what_an_earlier_one_kept_beside(tmp_path):
     with torch.no_grad():
         torch.testing.assert_close(module.net.eval()(INPUTS), before)
         torch.testing.assert_close(copied.net.eval()(INPUTS), before)
+
+
+@pytest.mark.parametrize(("rounds", "parts"), [(1, {"B", "A"}), (6, {"product"})])
+def test_the_change_is_in_buffers_of_its_layer(tmp_path, rounds, parts):
+    _, module, loop = federate(tmp_path, quantised("stand-in"), FLoRA(), rounds=rounds)
+    prefix = "net.base_model.model.2.base_layer.lowrank_change_"
+    state = module.state_dict()
+    assert {name.removeprefix(prefix) for name in state if "change" in name} == parts
+    (kept,) = loop.server.base.state["beside"].values()
+    assert all(torch.equal(state[prefix + part], value) for part, value in kept.items())
+    with torch.no_grad():
+        outputs = module.net.eval()(INPUTS)
+
+    # They move with the module.
+    twice = copy.deepcopy(module).double()
+    assert all(twice.get_buffer(prefix + part).dtype == torch.float64 for part in parts)
+    assert all(copy.deepcopy(module).to("meta").get_buffer(prefix + part).is_meta for part in parts)
+
+    new = Module(wrap(quantised("stand-in")))
+    plain = copy.deepcopy(new.state_dict())
+    with pytest.raises(RuntimeError, match="lowrank_change_"):
+        new.load_state_dict(state)
+    keep_base_changes(new)
+    for _ in range(2):
+        new.load_state_dict(state)
+        with torch.no_grad():
+            assert torch.equal(new.net.eval()(INPUTS), outputs)
+    # A state dict of before the change takes it away.
+    new.load_state_dict(plain)
+    with torch.no_grad():
+        assert torch.equal(new.net.eval()(INPUTS), wrap(quantised("stand-in")).eval()(INPUTS))
+
+
+def test_clients_neither_send_nor_reset_the_change(tmp_path):
+    _, module, first = federate(tmp_path, quantised("stand-in"), FLoRA(), rounds=2)
+    _, _, second = federate(tmp_path, None, FLoRA(), rounds=2, module=module)
+    assert second.ledger.state_dict() == first.ledger.state_dict()
+    assert not any("change" in name for name in second.server.model)
+    one, two = (loop.server.base.state["beside"]["net.base_model.model.2"]["B"] for loop in (first, second))
+    assert torch.equal(two[:, : one.shape[1]], one)
+    assert two.shape[1] == 2 * one.shape[1]
 
 
 def test_what_cannot_keep_a_change_is_refused_before_the_first_round(tmp_path):

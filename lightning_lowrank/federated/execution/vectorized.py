@@ -10,6 +10,7 @@ import torch
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import Tensor, nn
 
+from lightning_lowrank.aggregation.adapters import is_base_change
 from lightning_lowrank.federated.algorithm import LocalStep, inherits
 from lightning_lowrank.federated.checks import check_factor_gradients
 from lightning_lowrank.federated.coordinator import Coordinator
@@ -30,7 +31,9 @@ from lightning_lowrank.federated.state import State, slice_tree, stack_trees
 
 def structure_of(module: nn.Module) -> Hashable:
     """Return what of a module decides how its step computes, and may change between rounds."""
-    tensors = [*module.named_parameters(), *module.named_buffers()]
+    # The change of a quantised base weight grows with the rounds, and is one for all clients.
+    buffers = [(name, value) for name, value in module.named_buffers() if not is_base_change(name)]
+    tensors = [*module.named_parameters(), *buffers]
     return (
         tuple((name, value.shape, value.dtype, value.requires_grad) for name, value in tensors),
         tuple((type(part), part.training) for part in module.modules()),
