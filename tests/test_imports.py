@@ -30,6 +30,7 @@ LAYOUT = (
     "internals",
     *TORCH_ONLY,
     "configuration",
+    "extras",
     "pytorch_lightning_alias",
     "buffers",
     "multiply_adds",

@@ -18,11 +18,11 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from lightning_lowrank.arguments import listed
 from lightning_lowrank.data.client_datasets import ClientDatasets, Split, join_arrays
 from lightning_lowrank.data.tables import Table, read_table
+from lightning_lowrank.extras import import_extra
 from lightning_lowrank.federated.data.columns import to_column
 from lightning_lowrank.federated.data.partitions import natural
 from lightning_lowrank.federated.data.plain_files import read_plain
 from lightning_lowrank.federated.data.rows import Rows
-from lightning_lowrank.interop.extras import import_extra
 
 __all__ = ["LEAF", "ClientFiles", "ClientTable", "FederatedHDF5"]
 

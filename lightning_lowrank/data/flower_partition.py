@@ -11,9 +11,9 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import Tensor
 from torch.utils.data import Dataset
 
+from lightning_lowrank.extras import import_extra
 from lightning_lowrank.federated.data import ByKey, ClientIndices, Partition, find_labels
 from lightning_lowrank.federated.data.columns import Column, length_of
-from lightning_lowrank.interop.extras import import_extra
 
 _ROW = "lightning_lowrank.row"
 

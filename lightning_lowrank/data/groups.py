@@ -16,8 +16,8 @@ from torch import Tensor
 from lightning_lowrank.arguments import Configured
 from lightning_lowrank.configuration import check_integer
 from lightning_lowrank.data.tokenized import PadTexts
+from lightning_lowrank.extras import import_extra
 from lightning_lowrank.federated.data.columns import describe, find_column
-from lightning_lowrank.interop.extras import import_extra
 from lightning_lowrank.seeding import derive_seed
 
 _ADVICE = "lengths must be one integer for each sample."

@@ -14,7 +14,7 @@ from lightning_lowrank.arguments import listed
 from lightning_lowrank.data.images import TensorImages
 from lightning_lowrank.data.own_images import OwnImages, Pictures, choose_splits
 from lightning_lowrank.data.tables import check_stored, load_splits, split_of
-from lightning_lowrank.interop.extras import import_extra
+from lightning_lowrank.extras import import_extra
 
 _LABELS = ("label", "labels", "target")
 

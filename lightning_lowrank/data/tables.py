@@ -16,8 +16,8 @@ from typing import Any
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
 from lightning_lowrank.arguments import listed
+from lightning_lowrank.extras import import_extra
 from lightning_lowrank.federated.data.rows import Rows
-from lightning_lowrank.interop.extras import import_extra
 
 
 class Table:

@@ -19,7 +19,7 @@ from torch.nn.utils.rnn import pad_sequence
 from torch.utils.data import Dataset
 
 from lightning_lowrank.data.tables import HasColumns, Table
-from lightning_lowrank.interop.extras import import_extra
+from lightning_lowrank.extras import import_extra
 
 IGNORED = -100
 """The label of a token that is not predicted, as in `torch.nn.functional.cross_entropy`."""

@@ -25,8 +25,10 @@ Refused are what would need another party's data, state or steps:
 
 from importlib.util import find_spec
 
+from lightning_lowrank.extras import how_to_install
+
 if find_spec("flwr") is None:
-    raise ImportError('Flower is not installed: pip install "lightning_lowrank[flower]" (Python 3.11 or later).')
+    raise ImportError(f"Flower is not installed: {how_to_install('flower')} (Python 3.11 or later).")
 
 from lightning_lowrank.flower.client import client_app
 from lightning_lowrank.flower.project import write_project

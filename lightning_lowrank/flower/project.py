@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Sequence
 from pathlib import Path
@@ -9,13 +10,15 @@ from pathlib import Path
 import yaml
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
+from lightning_lowrank.extras import requirements
 from lightning_lowrank.flower.recipe import resolve
 
 _LONGEST_NAME = 32
 
 _PROJECT = """\
-# Written by `lightning-lowrank flower`. lightning_lowrank[flower], and what the recipe needs beside it, must be
-# installed where the server and the sites run. So started, they send nothing to anyone else, and fetch nothing:
+# Written by `lightning-lowrank flower`. The package with its extra `flower`, and the recipe's other libraries, must be
+# installed where the server and the sites run, from a checkout: the package is on no index, and Flower's apps carry no
+# wheel. So started, they send nothing to anyone else, and fetch nothing:
 #   export FLWR_TELEMETRY_ENABLED=0 FLWR_DISABLE_UPDATE_CHECK=1
 #   flower-superlink --disable-runtime-dependency-installation ...
 #   flower-supernode --node-config 'partition-id=0' ...        (on each site, partition-id from 0 to clients - 1)
@@ -24,7 +27,7 @@ _PROJECT = """\
 name = "{name}"
 version = "0.1.0"
 description = "A federated run of lightning_lowrank"
-dependencies = ["lightning_lowrank[flower]"]
+dependencies = {dependencies}  # where the machine that wrote this file has the package from
 
 [tool.flwr.app]
 publisher = "lightning-lowrank"
@@ -89,7 +92,8 @@ def write_project(configs: Sequence[str | Path], output: str | Path) -> None:
     name = re.sub(r"[^A-Za-z0-9]+", "-", output.resolve().name).strip("-")
     name = name if name[:1].isalpha() else f"run-{name}".rstrip("-")
     name = name[:_LONGEST_NAME].rstrip("-")
-    project = _PROJECT.format(name=name, padding=" " * max(1, 16 - len(name)))
+    dependencies = json.dumps(requirements("flower"))
+    project = _PROJECT.format(name=name, padding=" " * max(1, 16 - len(name)), dependencies=dependencies)
     (output / "pyproject.toml").write_text(project, encoding="utf-8")
     (output / "flower_app.py").write_text(_APP, encoding="utf-8")
     (output / "recipe.yaml").write_text(text, encoding="utf-8")

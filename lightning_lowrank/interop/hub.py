@@ -14,12 +14,11 @@ from typing import Any
 import yaml
 
 from lightning_lowrank.configuration import misconfigured
-from lightning_lowrank.interop.extras import import_extra
+from lightning_lowrank.extras import import_extra
 from lightning_lowrank.interop.peft_layout import CONFIG_FILE, WEIGHTS_FILE
 
 CARD_FILE = "README.md"
 _FILES = (CONFIG_FILE, WEIGHTS_FILE, CARD_FILE)
-_ADDRESS = "https://pypi.org/project/lightning_lowrank"
 
 
 def push_adapter(
@@ -137,7 +136,7 @@ def model_card(name: str, config: Mapping[str, Any], figures: Mapping[str, str |
         >>> print(card[card.index("# mood"):])
         # mood
         <BLANKLINE>
-        An adapter for PEFT, trained with [lightning_lowrank](https://pypi.org/project/lightning_lowrank).
+        An adapter for PEFT, trained with lightning_lowrank.
         <BLANKLINE>
         | | |
         |---|---|
@@ -175,7 +174,7 @@ def model_card(name: str, config: Mapping[str, Any], figures: Mapping[str, str |
             "",
             f"# {_cell(name.rpartition('/')[2])}",
             "",
-            f"An adapter for PEFT, trained with [lightning_lowrank]({_ADDRESS}).",
+            "An adapter for PEFT, trained with lightning_lowrank.",
             "",
             "| | |",
             "|---|---|",

@@ -9,7 +9,7 @@ import torch
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import nn
 
-from lightning_lowrank.interop.extras import import_extra
+from lightning_lowrank.extras import import_extra
 from lightning_lowrank.seeding import derive_seed
 
 

@@ -13,7 +13,7 @@ each other and small operations take tens of times as long. A row whose baseline
 
 Where there is a hand-written reference, it is built from our layer's factors, and both must give the same outputs.
 
-The other libraries are those of `pip install lightning_lowrank[bench]`; one that is not installed is skipped.
+The other libraries are those of `pip install ".[bench]"`; one that is not installed is skipped.
 
 With `--failures` nothing is timed: settings in which the other libraries fail are run, in them and in ours, and the
 table says what happens. Ours must agree with the dense layer of the recovered weight. The exit status is 1 if it does

@@ -30,7 +30,7 @@ The experiments (`--only`):
                 for information also to these products alone, in their own shapes
 
 The exit status is 1 if a limit is not met or accuracies differ. pfl and Flower are those of `pip install
-lightning_lowrank[bench]`; one that is not installed is skipped. The machine must have nothing else to do.
+".[bench]"`; one that is not installed is skipped. The machine must have nothing else to do.
 """
 
 from __future__ import annotations

@@ -204,7 +204,7 @@ def test_rows_that_lack_something_are_named(stored):
 
 def test_a_missing_library_is_named_with_its_extra(stored, monkeypatch):
     monkeypatch.setitem(sys.modules, "datasets", None)
-    with pytest.raises(MisconfigurationException, match=r"HuggingFaceImages needs .*lightning_lowrank\[datasets\]"):
+    with pytest.raises(MisconfigurationException, match=r"HuggingFaceImages needs .*\.\[datasets\]"):
         HuggingFaceImages("mnist")
 
 

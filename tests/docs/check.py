@@ -23,6 +23,7 @@ from tests.zoo.registry import GALLERIES, MissingExtra, load
 
 MADE = ("methods/", "reference/", "measured/")
 """Folders of pages that are made when the site is built, which checks links to them."""
+_TEXTS = (".py", ".md", ".yaml", ".toml")
 
 
 def readme() -> Iterator[str]:
@@ -90,6 +91,17 @@ def paths() -> Iterator[str]:
         for path in re.findall(pattern, file.read_text(encoding="utf-8")):
             if not (ROOT / path).exists():
                 yield f"{file.relative_to(ROOT)} names {path}, which does not exist"
+
+
+def installation() -> Iterator[str]:
+    """The package is on no index: whoever registers its name would run code where a text says to install it."""
+    name = "lightning_lowrank"
+    pattern = re.compile(rf"{name}\[\w[\w,]*\](?! @ )|pip install \S*{name}|pypi\.org/project/{name}")
+    for folder in ("lightning_lowrank", "docs", "recipes", "tests", "README.md", "CHANGELOG.md"):
+        top = ROOT / folder
+        for file in [top] if top.is_file() else sorted(each for each in top.rglob("*") if each.suffix in _TEXTS):
+            for found in pattern.findall(file.read_text(encoding="utf-8")) if file != Path(__file__) else ():
+                yield f"{file.relative_to(ROOT)} has {found!r}, a package that is on no index: write pip install '.[…]'"
 
 
 def notebooks() -> Iterator[str]:
@@ -162,6 +174,7 @@ CHECKS: tuple[Callable[[], Iterator[str]], ...] = (
     languages,
     navigation,
     paths,
+    installation,
     notebooks,
     methods,
     results,

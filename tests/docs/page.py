@@ -229,7 +229,7 @@ def _check_installable(name: str) -> None:
     extras = re.findall(r"^(\w+) = \[", project.split("[project.optional-dependencies]")[1].split("\n[")[0], flags=re.M)
     wanted = re.fullmatch(r"(?P<name>\.|[\w-]+)(\[(?P<extras>[\w,-]+)\])?", name)
     assert wanted, name
-    if wanted["name"] in (".", "lightning_lowrank"):
+    if wanted["name"] == ".":
         unknown = set((wanted["extras"] or "").split(",")) - {"", *extras}
         assert not unknown, f"{name}: there is no extra {unknown}"
     else:

@@ -1,4 +1,4 @@
-"""The bridge's tests need Flower: pip install "lightning_lowrank[flower]", with Python 3.11 or later."""
+"""The bridge's tests need Flower: pip install ".[flower]", with Python 3.11 or later."""
 
 from importlib.util import find_spec
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-pytest.importorskip("flwr", reason='needs pip install "lightning_lowrank[flower]"')
+pytest.importorskip("flwr", reason='needs pip install ".[flower]"')
 
 import httpx
 from flwr.app import Array, Error

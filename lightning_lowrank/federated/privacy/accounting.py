@@ -13,6 +13,7 @@ from typing import Any, Literal
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
 from lightning_lowrank.configuration import check_choice, check_number
+from lightning_lowrank.extras import import_extra
 
 Sampling = Literal["poisson", "fixed"]
 Accountant = Literal["rdp", "pld"]
@@ -27,14 +28,10 @@ def library() -> Any:
     Raises:
         MisconfigurationException: If it is not installed.
     """
-    try:
-        import dp_accounting.pld
-        import dp_accounting.rdp.rdp_privacy_accountant
-    except ImportError as error:
-        raise MisconfigurationException(
-            "differential privacy needs dp-accounting, which is not installed: pip install 'lightning_lowrank[privacy]'"
-        ) from error
-    return dp_accounting
+    found = import_extra("dp_accounting", "differential privacy", "privacy")
+    for module in ("dp_accounting.pld", "dp_accounting.rdp.rdp_privacy_accountant"):
+        import_extra(module, "differential privacy", "privacy")
+    return found
 
 
 @dataclass(frozen=True)

@@ -158,7 +158,7 @@ def test_without_the_library(monkeypatch):
 
     monkeypatch.setitem(sys.modules, "dp_accounting.pld", None)
     accounting.library.cache_clear()
-    with pytest.raises(MisconfigurationException, match=r"privacy.*'lightning_lowrank\[privacy\]'"):
+    with pytest.raises(MisconfigurationException, match=r"privacy.*\.\[privacy\]"):
         ClientPrivacy(noise_multiplier=1.0)
     monkeypatch.undo()
     accounting.library.cache_clear()
