@@ -5,7 +5,10 @@ Their users are who shares what a run has learnt, from Python or by ``lightning-
 
 from __future__ import annotations
 
+import hashlib
+import html
 import json
+import re
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
@@ -15,10 +18,14 @@ import yaml
 
 from lightning_lowrank.configuration import misconfigured
 from lightning_lowrank.extras import import_extra
+from lightning_lowrank.interop.files import replacing
 from lightning_lowrank.interop.peft_layout import CONFIG_FILE, WEIGHTS_FILE
 
 CARD_FILE = "README.md"
 _FILES = (CONFIG_FILE, WEIGHTS_FILE, CARD_FILE)
+_MARK = "<!-- written by lightning_lowrank {} -->"
+# Names on the hub. Others, such as paths and addresses, are no models of it.
+_HUB_NAME = re.compile(r"[\w.-]+(/[\w.-]+)?")
 
 
 def push_adapter(
@@ -33,8 +40,8 @@ def push_adapter(
 ) -> str:
     """Upload an adapter folder, with a model card, in one commit.
 
-    The card (``README.md``) names the base model, the adapter's rank and target modules, and the figures. One that the
-    folder has already is uploaded as it is, unless there are figures.
+    The card (``README.md``) names the base model, the adapter's rank and target modules, and the figures. With figures
+    it replaces a card that this function wrote earlier; any other ``README.md`` is uploaded as it is, without figures.
 
     Args:
         folder: What `export_adapter` wrote: ``adapter_config.json`` and ``adapter_model.safetensors``. Other files are
@@ -50,15 +57,22 @@ def push_adapter(
         The address of the commit.
 
     Raises:
-        MisconfigurationException: If the folder holds no adapter, or huggingface_hub is not installed.
+        MisconfigurationException: If the folder holds no adapter, or ``figures`` are given and its ``README.md`` is not
+            as this function wrote it, or huggingface_hub is not installed.
         huggingface_hub.errors.HfHubHTTPError: If the server refuses it.
     """
     hub = import_extra("huggingface_hub", "push_adapter")
     folder = Path(folder)
     config = _config_of(folder)
     card = folder / CARD_FILE
-    if figures or not card.is_file():
-        card.write_text(model_card(repository, config, figures or {}), encoding="utf-8")
+    if figures or not card.exists():
+        if card.exists() and not _is_own(card):
+            raise misconfigured(
+                f"figures={figures!r} would replace {card}, which push_adapter has not written, or somebody has changed"
+                " since: write the figures into it and leave `figures` (--run) out, or move the file away."
+            )
+        with replacing(card) as part:
+            part.write_text(model_card(repository, config, figures or {}), encoding="utf-8")
     api = hub.HfApi(endpoint=endpoint, token=token)
     name = api.create_repo(repository, private=private, exist_ok=True).repo_id
     done = api.upload_folder(
@@ -144,15 +158,15 @@ def model_card(name: str, config: Mapping[str, Any], figures: Mapping[str, str |
         | rank | 8 |
         | val_acc | 0.85 |
         <BLANKLINE>
+        <!-- written by lightning_lowrank ... -->
+        <BLANKLINE>
     """
     base = config.get("base_model_name_or_path")
     about: dict[str, Any] = {
         "library_name": "peft",
         "tags": ["lightning_lowrank", "federated-learning", str(config.get("peft_type", "lora")).lower()],
     }
-    # Only names on the hub are models of it.
-    local = isinstance(base, str) and (Path(base).is_absolute() or Path(base).exists() or base[:1] == ".")
-    if isinstance(base, str) and base and not local and base.count("/") <= 1:
+    if isinstance(base, str) and _HUB_NAME.fullmatch(base) and base[0] != "." and not Path(base).exists():
         about["base_model"] = base
     targets = config.get("target_modules")
     rows: dict[str, Any] = {
@@ -166,7 +180,7 @@ def model_card(name: str, config: Mapping[str, Any], figures: Mapping[str, str |
     lines = [
         f"| {_cell(key)} | {_cell(value)} |" for key, value in rows.items() if value not in (None, "") and value != {}
     ]
-    return "\n".join(
+    text = "\n".join(
         [
             "---",
             yaml.safe_dump(about, sort_keys=False).strip(),
@@ -182,6 +196,20 @@ def model_card(name: str, config: Mapping[str, Any], figures: Mapping[str, str |
             "",
         ]
     )
+    return f"{text}\n{_mark(text)}\n"
+
+
+def _mark(text: str) -> str:
+    """Return the last line of a card, by which `push_adapter` knows it as its own as long as nobody changes it."""
+    return _MARK.format(hashlib.sha256(text.encode()).hexdigest()[:16])
+
+
+def _is_own(card: Path) -> bool:
+    try:
+        text, _, mark = card.read_text(encoding="utf-8").rstrip("\n").rpartition("\n")
+    except (OSError, ValueError):
+        return False
+    return mark == _mark(text)
 
 
 def _over_layers(config: Mapping[str, Any], default: str, pattern: str) -> Any:
@@ -195,5 +223,6 @@ def _over_layers(config: Mapping[str, Any], default: str, pattern: str) -> Any:
 
 
 def _cell(value: object) -> str:
-    text = f"{value:g}" if isinstance(value, float) else str(value)
-    return " ".join(text.split()).replace("|", "\\|")
+    """Return a value as plain text of a Markdown table: neither a tag nor a link of it works."""
+    text = " ".join((f"{value:g}" if isinstance(value, float) else str(value)).split())
+    return re.sub(r"([\\`|\[\]])", r"\\\1", html.escape(text, quote=False))

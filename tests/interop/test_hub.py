@@ -3,6 +3,7 @@
 import base64
 import hashlib
 import json
+import re
 import threading
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from urllib.parse import unquote
@@ -10,6 +11,7 @@ from urllib.parse import unquote
 import pytest
 import yaml
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from markdown_it import MarkdownIt
 from torch import nn
 
 from lightning_lowrank import MatrixProduct, cli, convert, export_adapter, import_adapter, pull_adapter, push_adapter
@@ -139,16 +141,50 @@ def test_what_is_pushed_is_what_is_pulled(tmp_path, hub):
     about = yaml.safe_load(card.split("---")[1])
     assert about == {"library_name": "peft", "tags": ["lightning_lowrank", "federated-learning", "lora"]}
     assert "| val_acc | 0.853219 |" in card
-    # A card that the user wrote stays.
-    (folder / "README.md").write_text("mine")
-    push_adapter(folder, "me/mood", endpoint=hub)
-    assert Hub.repositories["me/mood"]["README.md"] == b"mine"
+    # A card of its own gets new figures, a pulled one too.
+    push_adapter(folder, "me/mood", figures={"val_acc": 0.9}, endpoint=hub)
+    push_adapter(found, "me/mood", figures={"val_acc": 0.95}, endpoint=hub)
+    assert b"| val_acc | 0.95 |" in Hub.repositories["me/mood"]["README.md"]
+
+
+@pytest.mark.parametrize("change", ["mine", "{}\nmore", "é"])
+def test_a_card_of_somebody_else_stays(tmp_path, hub, change):
+    _, folder = adapter(tmp_path / "adapter")
+    card = folder / "README.md"
+    push_adapter(folder, "me/mood", figures={"val_acc": 0.5}, endpoint=hub)
+    card.write_text(change.format(card.read_text()), encoding="latin-1" if change == "é" else "utf-8")
+    before = card.read_bytes()
+    Hub.asked.clear()
+    with pytest.raises(MisconfigurationException, match=r"figures=\{'val_acc': 0\.25\}.*README\.md.*leave `figures`"):
+        push_adapter(folder, "me/mood", figures={"val_acc": 0.25}, endpoint=hub)
+    assert card.read_bytes() == before
+    assert not Hub.asked
+    if change != "é":
+        # The hub's client reads it too, as UTF-8.
+        push_adapter(folder, "me/mood", endpoint=hub)
+        assert Hub.repositories["me/mood"]["README.md"] == before
+
+
+def test_the_card_has_neither_tags_nor_links_of_strangers():
+    evil = "<script>alert(1)</script> [here](javascript:alert(2)) <javascript:alert(3)> `a|b` a\\|b & ![x](data:,)"
+    config = {"base_model_name_or_path": evil, "target_modules": [evil], "peft_type": evil, "r": evil}
+    card = model_card(f"me/{evil}", config, {evil: evil, "link": "javascript:alert(4)"})
+    about, body = card.split("---\n", 2)[1:]
+    assert "base_model" not in yaml.safe_load(about)
+    for line in body.splitlines():
+        # The only cells are the table's own.
+        assert len(re.findall(r"(?<!\\)(?:\\\\)*\|", line)) in (0, 3)
+    page = MarkdownIt("commonmark").enable("table").render(body)
+    assert page.count("<table>") == 1
+    assert not re.search(r"<(script|a|img|code)\b|href|src=", page)
+    address = model_card("me/x", {"base_model_name_or_path": "javascript:1"}, {})
+    assert "base_model" not in yaml.safe_load(address.split("---")[1])
 
 
 def test_the_command_writes_the_runs_figures(tmp_path, hub, capsys):
     _, folder = adapter(tmp_path / "adapter")
     config = json.loads((folder / "adapter_config.json").read_text())
-    config["base_model_name_or_path"] = "meta/some|model"
+    config["base_model_name_or_path"] = "meta/some-model"
     (folder / "adapter_config.json").write_text(json.dumps(config))
     run = configured(tmp_path / "runs" / "version_0", 0, rows_of([0.5, 0.75], up=100, down=200))
     (run / "facts.json").write_text(
@@ -158,7 +194,7 @@ def test_the_command_writes_the_runs_figures(tmp_path, hub, capsys):
     assert "/me/mood/commit/" in capsys.readouterr().out
     card = Hub.repositories["me/mood"]["README.md"].decode()
     for row in (
-        "| base model | meta/some\\|model |",
+        "| base model | meta/some-model |",
         "| rounds | 2 |",
         "| val_acc | 0.75 |",
         "| comm/total_bytes | 600 |",
@@ -167,7 +203,7 @@ def test_the_command_writes_the_runs_figures(tmp_path, hub, capsys):
         "| made with | torch 2.9.0, commit ab12 |",
     ):
         assert row in card
-    assert yaml.safe_load(card.split("---")[1])["base_model"] == "meta/some|model"
+    assert yaml.safe_load(card.split("---")[1])["base_model"] == "meta/some-model"
 
 
 def test_what_is_no_adapter_is_refused(tmp_path, hub):
