@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -24,6 +24,7 @@ from lightning_lowrank.interop.peft_layout import (
     PREFIX,
     WEIGHTS_FILE,
     LayerOutline,
+    check_path_and_module,
     module_names,
     outline,
     refuse_wrapped,
@@ -48,6 +49,8 @@ _UNSUPPORTED = {
     "trainable_token_indices": "it trains single rows of an embedding",
     "megatron_config": "it is for Megatron's layers",
 }
+
+_MOST_ALTERNATIVES = 20
 
 
 @dataclass(frozen=True)
@@ -99,6 +102,7 @@ def import_adapter(folder: str | Path, module: nn.Module, *, prefix: str | None 
         >>> networks[1][0].rank, networks[1][0].alpha
         (2, 4)
     """
+    check_path_and_module("import_adapter(folder, module)", folder, module)
     refuse_wrapped(module, "call load_adapter(folder, name) of the model that PEFT wrapped")
     found, rest, config = _read(Path(folder))
     root = _root(module, list(found), prefix)
@@ -250,7 +254,72 @@ def _read_config(folder: Path) -> dict[str, Any]:
             f"{folder} has init_lora_weights={start!r}, which changes the base weights: save it as plain LoRA, with"
             " PEFT's save_pretrained(path_initial_model_for_weight_conversion=...)."
         )
+    _check_types(path, config)
     return config
+
+
+def _check_types(path: Path, config: Mapping[str, Any]) -> None:
+    """Refuse settings of other types than PEFT writes, such as ``"r": "8"``."""
+
+    def is_number(value: Any, kinds: Any = (int, float)) -> bool:
+        return isinstance(value, kinds) and not isinstance(value, bool) and math.isfinite(value)
+
+    def is_rank(value: Any) -> bool:
+        return is_number(value, int) and value > 0
+
+    def is_alpha(value: Any) -> bool:
+        return is_number(value) and value > 0
+
+    def is_share(value: Any) -> bool:
+        return value is None or (is_number(value) and 0 <= value < 1)
+
+    def are_names(value: Any) -> bool:
+        return value is None or (isinstance(value, list) and all(isinstance(each, str) for each in value))
+
+    rank, alpha = "a whole number above 0, such as 8", "a number above 0, such as 16"
+    wanted: tuple[tuple[str, Any, Callable[[Any], bool], str], ...] = (
+        ("r", 8, is_rank, rank),
+        ("lora_alpha", 8, is_alpha, alpha),
+        ("lora_dropout", 0.0, is_share, "a number of at least 0 and below 1, such as 0.1"),
+        ("use_rslora", False, lambda value: value is None or isinstance(value, bool), "true or false"),
+        ("bias", "none", lambda value: value in ("none", "all", "lora_only"), "'none', 'all' or 'lora_only'"),
+        ("modules_to_save", None, are_names, 'null or a list of names, such as ["head"]'),
+    )
+    for name, default, fits, remedy in wanted:
+        value = config.get(name, default)
+        if not fits(value):
+            raise misconfigured(f"{path} has {name}={value!r:.99}, and PEFT writes {remedy}.")
+    for name, fits, remedy in (("rank_pattern", is_rank, rank), ("alpha_pattern", is_alpha, alpha)):
+        patterns = config.get(name) or {}
+        if not isinstance(patterns, dict):
+            raise misconfigured(f"{path} has {name}={patterns!r:.99}, and PEFT writes an object of layers' names.")
+        for pattern, value in patterns.items():
+            if not fits(value):
+                raise misconfigured(f"{path} has {name}[{pattern!r:.99}]={value!r:.99}, and PEFT writes {remedy}.")
+            reason = _why_not_matched(pattern)
+            if reason:
+                raise misconfigured(
+                    f"{path} has the key {pattern!r:.99} in {name}, which {reason}: name each of its layers, such as"
+                    ' "layers.0.q_proj", or give the regular expression in a simpler form.'
+                )
+
+
+def _why_not_matched(pattern: str) -> str:
+    """Return why a pattern is not matched: it is no regular expression, or one that may take for ever.
+
+    With two repetitions and two groups of a few alternatives, the steps are a hundred times the square of a name's
+    length at most. A group that is repeated may take two to the power of it.
+    """
+    try:
+        re.compile(pattern)
+    except (re.error, OverflowError, RecursionError) as error:
+        return f"is no regular expression ({error})"
+    plain = re.sub(r"\\.|\[\^?\]?[^\]]*\]", "x", pattern).replace("(?:", "(")
+    if re.search(r"\)[*+?{]|\(\?", plain):
+        return "repeats a group or looks around"
+    if len(re.findall(r"[*+?{]", plain)) > 2 or plain.count("(") > 2 or plain.count("|") > _MOST_ALTERNATIVES:
+        return f"has more than 2 repetitions, 2 groups or {_MOST_ALTERNATIVES} alternatives"
+    return ""
 
 
 def _adapter(name: str, parts: Mapping[str, Tensor], embedding: bool, config: Mapping[str, Any]) -> _Adapter:
@@ -265,8 +334,6 @@ def _adapter(name: str, parts: Mapping[str, Tensor], embedding: bool, config: Ma
             f"the factors of layer {name!r} do not fit: lora_A has shape {tuple(right.shape)}, lora_B"
             f" {tuple(left.shape)}, and the rank is {rank}."
         )
-    if not alpha > 0:
-        raise misconfigured(f"lora_alpha of layer {name!r} must be above 0, but is {alpha!r}.")
     return _Adapter(
         left, right, alpha, alpha / math.sqrt(rank) if config.get("use_rslora") else alpha / rank, embedding
     )

@@ -7,6 +7,7 @@ An adapter folder holds ``adapter_config.json`` and ``adapter_model.safetensors`
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -202,6 +203,23 @@ def module_names(module: nn.Module) -> dict[nn.Module, list[str]]:
     for name, part in module.named_modules(remove_duplicate=False):
         names.setdefault(part, []).append(name)
     return names
+
+
+def check_path_and_module(call: str, path: Any, module: Any) -> None:
+    """Refuse another path than one, and another module, such as arguments in the wrong order.
+
+    Args:
+        call: What was called, with its arguments' names, for messages.
+        path: A path.
+        module: A module.
+    """
+    swapped = " in this order" if isinstance(path, nn.Module) and isinstance(module, (str, os.PathLike)) else ""
+    for value, kinds, what in ((path, (str, os.PathLike), "a path"), (module, nn.Module, "a module")):
+        if not isinstance(value, kinds):
+            raise misconfigured(
+                f"{call} takes a path and a module{swapped}, and where {what} is wanted it was given a value of type"
+                f" {type(value).__name__}."
+            )
 
 
 def refuse_wrapped(module: nn.Module, remedy: str) -> None:

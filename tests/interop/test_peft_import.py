@@ -3,6 +3,7 @@
 import copy
 import json
 import shutil
+import time
 
 import lightning.pytorch as pl
 import pytest
@@ -17,8 +18,10 @@ from lightning_lowrank import (
     convert,
     export_adapter,
     import_adapter,
+    load_dense,
     recover,
 )
+from lightning_lowrank.interop import peft_import
 from lightning_lowrank.layers import low_rank_layers
 from tests.helpers import Module
 from tests.interop.helpers import (
@@ -179,7 +182,24 @@ def rewrite(folder, config=None, **tensors):
         ({}, {"0.lora_A.weight": None}, "lacks lora_A of layer '0'"),
         ({}, {"0.lora_B.weight": torch.ones(5, 3)}, r"factors of layer '0' do not fit: .*\(5, 3\), and the rank is 2"),
         ({"r": 3}, {}, r"factors of layer '0' do not fit: .* and the rank is 3"),
-        ({"lora_alpha": 0}, {}, "lora_alpha of layer '0' must be above 0"),
+        ({"r": "2"}, {}, "r='2'.*whole number"),
+        ({"r": [2]}, {}, r"r=\[2\].*whole number"),
+        ({"r": True}, {}, "r=True.*whole number"),
+        ({"lora_alpha": 0}, {}, "lora_alpha=0.*above 0"),
+        ({"lora_alpha": "16"}, {}, "lora_alpha='16'.*a number"),
+        ({"lora_alpha": float("nan")}, {}, "lora_alpha=nan.*a number"),
+        ({"lora_dropout": "0.1"}, {}, "lora_dropout='0.1'.*a number"),
+        ({"use_rslora": "no"}, {}, "use_rslora='no'.*true or false"),
+        ({"bias": True}, {}, "bias=True.*lora_only"),
+        ({"modules_to_save": "2"}, {}, "modules_to_save='2'.*list of names"),
+        ({"rank_pattern": ["0"]}, {}, r"rank_pattern=\['0'\].*an object"),
+        ({"rank_pattern": {"0": "2"}}, {}, r"rank_pattern\['0'\]='2'.*whole number"),
+        ({"alpha_pattern": {"0": [2]}}, {}, r"alpha_pattern\['0'\]=\[2\].*a number"),
+        ({"rank_pattern": {"(": 2}}, {}, r"'\('.*rank_pattern.*no regular expression"),
+        ({"alpha_pattern": {"*0": 2}}, {}, r"'\*0'.*alpha_pattern.*no regular expression"),
+        ({"rank_pattern": {"(0+)+x": 2}}, {}, r"'\(0\+\)\+x'.*rank_pattern.*repeats a group"),
+        ({"alpha_pattern": {"(0|00)" * 30 + "x": 2}}, {}, "alpha_pattern.*more than 2 repetitions"),
+        ({"alpha_pattern": {"0?" * 30: 2}}, {}, "alpha_pattern.*more than 2 repetitions"),
         ({}, {"0.lora_A.weight": torch.ones(2, 7)}, r"shapes \(2, 7\) \(A\) and \(5, 2\) \(B\).*Linear.*\(5, 6\)"),
         (
             {},
@@ -278,3 +298,39 @@ def test_what_peft_has_wrapped_is_not_imported_into(saved):
     wrapped = peft().get_peft_model(plain(), peft().LoraConfig(target_modules=["0"]))
     with pytest.raises(MisconfigurationException, match=r"PEFT.*'base_model\.model\.0'.*load_adapter"):
         import_adapter(saved, wrapped)
+
+
+def test_patterns_of_names_match_as_peft_matches_them():
+    names = ["layers.0.q_proj", "layers.0.v_proj", "layers.11.q_proj", "head"]
+    peft()
+    from peft.utils.other import get_pattern_key
+
+    for pattern in (
+        "q_proj",
+        "^layers.0.q_proj",
+        r"layers\.\d+\.(?:q|k)_proj",
+        r".*\.[qv]_proj",
+        "(q|k|v|o|gate|up|down)_proj",
+    ):
+        assert not peft_import._why_not_matched(pattern)
+        for name in names:
+            matches = get_pattern_key([pattern], name) == pattern
+            assert peft_import._by_pattern({pattern: 3}, name, 1) == (3 if matches else 1)
+
+
+def test_the_slowest_pattern_that_is_matched_ends_soon():
+    group = f"(a{'|a' * 10})"
+    pattern, name = f"{group}{group}.*.*b", "a" * 200 + ".aaa" * 10
+    assert not peft_import._why_not_matched(pattern)
+    began = time.process_time()
+    assert peft_import._by_pattern({pattern: 3}, name, 1) == 1
+    assert time.process_time() - began < 5
+
+
+@pytest.mark.parametrize("call", [import_adapter, export_adapter, load_dense])
+def test_arguments_in_the_wrong_order_are_refused_by_type(tmp_path, call):
+    ordered = (plain(), tmp_path) if call is export_adapter else (tmp_path, plain())
+    with pytest.raises(MisconfigurationException, match=rf"{call.__name__}\(.*in this order.*(Sequential|Path)"):
+        call(*reversed(ordered))
+    with pytest.raises(MisconfigurationException, match=rf"{call.__name__}\(.*of type int"):
+        call(*(3 if isinstance(each, nn.Module) else each for each in ordered))
