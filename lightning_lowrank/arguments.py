@@ -75,6 +75,18 @@ def listed(names: Sequence[str], separator: str = ", ") -> str:
     return f"{shown} and {len(names) - 5} more" if len(names) > 5 else shown
 
 
+def printable(text: str) -> str:
+    r"""Write characters that a terminal would obey or could not show, but for ends of lines, as Python's escapes.
+
+    Example:
+        >>> print(printable("\x1b[31mé"))
+        \x1b[31mé
+    """
+    return "".join(
+        each if each.isprintable() or each == "\n" else each.encode("unicode_escape").decode() for each in text
+    )
+
+
 def first_ten(values: Sequence[Any]) -> str:
     """Write the first ten values for a message, and whether there are more.
 

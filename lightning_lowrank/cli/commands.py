@@ -41,7 +41,7 @@ def main(args: ArgsType = None) -> None:
             alias_pytorch_lightning()
         if isinstance(words, list) and command in _WITHOUT_MODEL:
             run, summary = _WITHOUT_MODEL[command]
-            run(argparse.ArgumentParser(prog=f"lightning-lowrank {command}", description=summary), words[1:])
+            run(_Parser(prog=f"lightning-lowrank {command}", description=summary), words[1:])
         elif words in _HELP:
             from lightning_lowrank.cli.overview import print_overview
 
@@ -56,7 +56,16 @@ def main(args: ArgsType = None) -> None:
 
         if not isinstance(error, MisconfigurationException):
             raise
-        sys.exit(f"lightning-lowrank: {' '.join(str(error).splitlines())}")
+        from lightning_lowrank.arguments import printable
+
+        sys.exit(f"lightning-lowrank: {printable(' '.join(str(error).splitlines()))}")
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        from lightning_lowrank.arguments import printable
+
+        super().error(printable(message))
 
 
 def _is_known(command: str) -> bool:
@@ -125,17 +134,15 @@ def _export(parser: argparse.ArgumentParser, words: list[str]) -> None:
         " adapters of runs that changed frozen weights or that PEFT wrapped, and what TrainedCheckpoints leaves out",
     )
     options = parser.parse_args(words)
-    from lightning_lowrank.arguments import listed
-    from lightning_lowrank.configuration import misconfigured
-
-    if not options.checkpoint.is_file():
-        raise misconfigured(f"{options.checkpoint} is not a checkpoint: there is no such file.")
     import torch
     from safetensors.torch import save_file
 
-    from lightning_lowrank.interop.checkpoints import adapter_checkpoint, dense_checkpoint
+    from lightning_lowrank.arguments import listed
+    from lightning_lowrank.configuration import misconfigured
+    from lightning_lowrank.interop.checkpoints import adapter_checkpoint, check_is_file, dense_checkpoint, writable
     from lightning_lowrank.interop.files import replacing
 
+    check_is_file(options.checkpoint)
     module = None
     if options.config:
         from lightning_lowrank.cli.parser import build_module
@@ -149,12 +156,13 @@ def _export(parser: argparse.ArgumentParser, words: list[str]) -> None:
         return
     found = dense_checkpoint(options.checkpoint, options.client, module)
     prefix = f"{options.prefix.removesuffix('.')}." if options.prefix else ""
-    # safetensors refuses tensors that share memory, as tied weights do.
-    weights = {
-        name.removeprefix(prefix): value.clone(memory_format=torch.contiguous_format)
-        for name, value in found.items()
-        if name.startswith(prefix) and isinstance(value, torch.Tensor)
-    }
+    weights = writable(
+        {
+            name.removeprefix(prefix): value
+            for name, value in found.items()
+            if name.startswith(prefix) and isinstance(value, torch.Tensor)
+        }
+    )
     if not weights:
         raise misconfigured(f"no tensor's name begins with --prefix {options.prefix or ''!r}: {sorted(found)}")
     if options.output.exists() and options.output.samefile(options.checkpoint):
@@ -302,7 +310,7 @@ def _approve(parser: argparse.ArgumentParser, words: list[str]) -> None:
 def _flower(parser: argparse.ArgumentParser, words: list[str]) -> None:
     step = {"resolve": _resolve, "approve": _approve}.get(words[0] if words else "")
     if step is not None:
-        step(argparse.ArgumentParser(prog=f"{parser.prog} {words[0]}"), words[1:])
+        step(_Parser(prog=f"{parser.prog} {words[0]}"), words[1:])
         return
     parser.epilog = (
         "`flower resolve RECIPE` writes the file alone that sites approve; `flower approve FILE --policy POLICY` shows"

@@ -15,8 +15,10 @@ from lightning.pytorch.utilities.model_helpers import is_overridden
 from rich import box
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 from torch import Tensor, nn
 
+from lightning_lowrank.arguments import printable
 from lightning_lowrank.buffers import persistent_buffers
 from lightning_lowrank.callbacks.lowrank import LowRank
 from lightning_lowrank.federated.checks import in_no_optimizer, notes
@@ -135,7 +137,7 @@ def render(figures: dict[str, Any], console: Console) -> None:
     """Print `inspect_run`'s result as tables."""
 
     def line(text: str, style: str | None = None) -> None:
-        console.print(text, style=style, markup=False, highlight=False, soft_wrap=True)
+        console.print(printable(text), style=style, markup=False, highlight=False, soft_wrap=True)
 
     table = Table(box=box.SIMPLE_HEAD, show_edge=False, padding=(0, 1, 0, 0))
     table.add_column("layer", overflow="fold")
@@ -145,7 +147,7 @@ def render(figures: dict[str, Any], console: Console) -> None:
         table.add_column(column, justify="right", no_wrap=True)
     for layer in figures["layers"]:
         table.add_row(
-            layer["name"],
+            Text(printable(layer["name"])),
             layer["kind"],
             "×".join(map(str, layer["shape"])),
             "" if layer["rank"] is None else str(layer["rank"]),

@@ -43,6 +43,7 @@ import lightning_lowrank.data
 import lightning_lowrank.layers
 import lightning_lowrank.models
 import lightning_lowrank.optim  # noqa: F401
+from lightning_lowrank.arguments import printable
 from lightning_lowrank.callbacks.lowrank import LowRank
 from lightning_lowrank.callbacks.round_progress import RoundProgress
 from lightning_lowrank.cli import recipes
@@ -180,7 +181,7 @@ class RecipeParser(LightningArgumentParser):
             said = said.replace("Expected a dot import path string:", "no class is known as")
             # `seeds` is the only option of several words, and jsonargparse does not say which it could not iterate.
             said = said.replace("'int' object is not iterable", "seeds must be a list such as [0, 1, 2]")
-            self.exit(2, f"lightning-lowrank: {with_suggestions(said)}\n")
+            self.exit(2, f"lightning-lowrank: {printable(with_suggestions(said))}\n")
         super().error(message, ex)
 
 

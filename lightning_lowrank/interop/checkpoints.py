@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pickle
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +25,7 @@ from lightning_lowrank.interop.peft_export import (
     wrapped_tensors,
     write_adapter,
 )
-from lightning_lowrank.interop.peft_layout import Outline
+from lightning_lowrank.interop.peft_layout import Outline, check_path_and_module
 from lightning_lowrank.layers import LayerSpec, dense_state_dict
 
 TRAINED_CHECKPOINTS = "TrainedCheckpoints"
@@ -43,9 +44,10 @@ def dense_checkpoint(
     out is taken from ``module``, unconverted and with the weights that the run began with.
     """
     checkpoint = _read(path, client)
-    callbacks = checkpoint.get("callbacks", {})
-    layers = [LayerSpec.from_dict(layer) for layer in callbacks.get("LowRank", {}).get("layers", [])]
-    if module is None and callbacks.get(TRAINED_CHECKPOINTS, {}).get("base"):
+    callbacks = checkpoint["callbacks"]
+    with _as_written(path, "LowRank"):
+        layers = [LayerSpec.from_dict(layer) for layer in callbacks["LowRank"].get("layers", [])]
+    if module is None and callbacks[TRAINED_CHECKPOINTS].get("base"):
         raise misconfigured(
             f"{path} holds only what was trained: use lightning_lowrank.load_dense(path, module), where the module has"
             " the weights that the run began with, or, on the command line, the run's --config; or write an adapter"
@@ -106,10 +108,11 @@ def adapter_checkpoint(
     frozen weights: what has changed becomes part of the adapter.
     """
     checkpoint = _read(path, client)
-    callbacks = checkpoint.get("callbacks", {})
-    described = callbacks.get("LowRank", {}).get("outline")
-    loop = callbacks.get("FederatedLoop", {})
-    state = loop["server"]["base"] if loop else {}
+    callbacks = checkpoint["callbacks"]
+    described = callbacks["LowRank"].get("outline")
+    loop = callbacks["FederatedLoop"]
+    with _as_written(path, "FederatedLoop"):
+        state: Mapping[str, Any] = loop["server"]["base"] if loop else {}
     if described is None and module is not None and any(hasattr(part, "peft_config") for part in module.modules()):
         return _wrapped_adapter(checkpoint, state, Path(folder), module)
     if described is None and any(_ADAPTER.search(name) for name in checkpoint["state_dict"]):
@@ -125,13 +128,15 @@ def adapter_checkpoint(
             " LowRank(...).convert(module) or lightning_lowrank.convert(module, ...), load the state dict into that,"
             " and call lightning_lowrank.export_adapter(module, folder, base=pretrained_network)."
         )
-    outline = Outline.from_dict(described)
+    with _as_written(path, "LowRank"):
+        outline = Outline.from_dict(described)
+        layers = [LayerSpec.from_dict(layer) for layer in callbacks["LowRank"]["layers"]]
     refuse_inexpressible(outline)
     if module is None:
         if loop:
-            refuse_changed_base(loop["algorithm"], state)
+            refuse_changed_base(loop.get("algorithm", "the method"), state)
         return write_adapter(outline, checkpoint["state_dict"], folder, prefix)
-    _put_back_frozen(checkpoint, [LayerSpec.from_dict(layer) for layer in callbacks["LowRank"]["layers"]], module)
+    _put_back_frozen(checkpoint, layers, module)
     base = module.get_submodule(root_of(outline, prefix).removesuffix("."))
     return write_adapter(outline, checkpoint["state_dict"], folder, prefix, base, state.get("sums", {}))
 
@@ -158,11 +163,59 @@ def _put_back_frozen(checkpoint: dict[str, Any], layers: Sequence[LayerSpec], mo
     put_back(checkpoint, own, "the module")
 
 
+def check_is_file(path: str | Path) -> None:
+    """Refuse a path at which there is no file.
+
+    Raises:
+        MisconfigurationException: If there is nothing, or a folder.
+    """
+    path = Path(path)
+    if path.is_dir():
+        inside = sorted(str(each) for each in path.rglob("*.ckpt") if each.is_file())
+        remedy = f"give one of {listed(inside)}" if inside else "give the .ckpt file of a run"
+        raise misconfigured(f"{path} is not a checkpoint, but a folder: {remedy}.")
+    if not path.is_file():
+        raise misconfigured(f"{path} is not a checkpoint: there is no such file.")
+
+
+@contextmanager
+def _as_written(path: str | Path, callback: str) -> Iterator[None]:
+    """Refuse a checkpoint whose state of a callback is not as this version writes it, which ends the block."""
+    try:
+        yield
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        raise misconfigured(
+            f"{path} is not read: its state of {callback} is not as this version writes it ({type(error).__name__}:"
+            f" {error}). Use the version of the package that wrote the checkpoint."
+        ) from error
+
+
+def _checked(path: str | Path, checkpoint: Any) -> dict[str, Any]:
+    """Return a checkpoint with a state of each callback that is read, empty where it has none."""
+    if not isinstance(checkpoint, dict) or "state_dict" not in checkpoint:
+        tensors = isinstance(checkpoint, Mapping) and any(isinstance(value, Tensor) for value in checkpoint.values())
+        plain = ", but a state dict: load it by module.load_state_dict(torch.load(path))" if tensors else ""
+        raise misconfigured(f"{path} is no checkpoint of a Lightning trainer (no state_dict){plain}.")
+    state, callbacks = checkpoint["state_dict"], checkpoint.get("callbacks") or {}
+    if not isinstance(state, Mapping) or not all(isinstance(name, str) for name in state):
+        raise misconfigured(f"{path} is no checkpoint of a Lightning trainer: its state_dict holds no tensors by name.")
+    if not isinstance(callbacks, Mapping):
+        raise misconfigured(f"{path} is no checkpoint of a Lightning trainer: its callbacks have no states by name.")
+    states = {name: callbacks.get(name) or {} for name in ("LowRank", "FederatedLoop", TRAINED_CHECKPOINTS)}
+    for name, value in states.items():
+        with _as_written(path, name):
+            if not isinstance(value, Mapping) or not isinstance(value.get("base", {}), Mapping):
+                raise TypeError(f"{value!r:.99}")
+    return {**checkpoint, "callbacks": {**callbacks, **states}}
+
+
 def _read(path: str | Path, client: int | str | None) -> dict[str, Any]:
     """Return a checkpoint; with ``client``, its own values replace the global ones."""
+    check_is_file(path)
     try:
         checkpoint = torch.load(path, map_location="cpu", weights_only=True)
-    except (RuntimeError, EOFError, OSError, ValueError, KeyError, pickle.UnpicklingError) as error:
+    # Of a file that is no checkpoint torch raises whatever its bytes lead to.
+    except Exception as error:
         objects = _objects_in(path) if isinstance(error, pickle.UnpicklingError) else []
         if objects:
             raise misconfigured(
@@ -172,26 +225,25 @@ def _read(path: str | Path, client: int | str | None) -> dict[str, Any]:
                 " torch.serialization.safe_globals([...]) with these classes and functions."
             ) from error
         # Torch says first how to read the file without its protection, and then what is wrong.
-        lines = str(error).rpartition("WeightsUnpickler error: ")[2].splitlines()
-        told = lines[0] if lines else type(error).__name__
+        lines = str(error).rpartition("WeightsUnpickler error: ")[2].strip().splitlines()
         raise misconfigured(
-            f"{path} cannot be read: it is cut short or damaged, or no checkpoint ({told}). Use another checkpoint of"
-            " the run."
+            f"{path} cannot be read: it is cut short or damaged, or no checkpoint ({type(error).__name__}:"
+            f" {lines[0] if lines else 'no reason'}). Use another checkpoint of the run."
         ) from error
-    if not isinstance(checkpoint, dict) or "state_dict" not in checkpoint:
-        raise misconfigured(f"{path} is no checkpoint of a Lightning trainer: it has no state_dict.")
+    checkpoint = _checked(path, checkpoint)
     if client is not None:
-        loop = checkpoint.get("callbacks", {}).get("FederatedLoop", {})
-        client = _id_of(client, loop.get("names", ()), path)
-        server = loop.get("server", {})
-        kept = server.get("clients", {})
-        # Some operators of FedLoRA make a pair for each client, which the server keeps.
-        given = server.get("state", {}).get("pairs", {})
-        own = {
-            number: {**state.get("buffers", {}), **given.get(number, {}), **state.get("personal", {})}
-            for number in kept.keys() | given.keys()
-            for state in (kept.get(number, {}),)
-        }
+        loop = checkpoint["callbacks"]["FederatedLoop"]
+        with _as_written(path, "FederatedLoop"):
+            client = _id_of(client, loop.get("names", ()), path)
+            server = loop.get("server", {})
+            kept = server.get("clients", {})
+            # Some operators of FedLoRA make a pair for each client, which the server keeps.
+            given = server.get("state", {}).get("pairs", {})
+            own = {
+                number: {**state.get("buffers", {}), **given.get(number, {}), **state.get("personal", {})}
+                for number in kept.keys() | given.keys()
+                for state in (kept.get(number, {}),)
+            }
         with_own = sorted(number for number, tensors in own.items() if tensors)
         if client not in with_own:
             raise misconfigured(
@@ -219,8 +271,32 @@ def _objects_in(path: str | Path) -> list[str]:
     """Return the names of the classes and functions that torch does not read from a file, as far as it tells them."""
     try:
         return sorted(torch.serialization.get_unsafe_globals_in_checkpoint(path))
-    except (RuntimeError, EOFError, OSError, ValueError, KeyError, pickle.UnpicklingError):
+    except Exception:
         return []
+
+
+def writable(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return copies of tensors, none of which shares memory, as safetensors writes them.
+
+    Raises:
+        MisconfigurationException: If one is of a kind that a ``.safetensors`` file does not hold.
+    """
+    other = {
+        name: kind
+        for name, value in tensors.items()
+        for kind, found in (
+            ("sparse or nested", value.layout is not torch.strided or value.is_nested),
+            ("quantised", value.is_quantized),
+            ("without data", value.is_meta),
+        )
+        if found
+    }
+    if other:
+        raise misconfigured(
+            f"a .safetensors file holds dense tensors alone, and these are others:"
+            f" {listed([f'{name} ({kind})' for name, kind in other.items()])}. Make them dense before the run is saved."
+        )
+    return {name: value.clone(memory_format=torch.contiguous_format) for name, value in tensors.items()}
 
 
 def _refuse_unlike_judged(
@@ -279,6 +355,7 @@ def load_dense(path: str | Path, module: nn.Module, client: int | str | None = N
             of one.
         RuntimeError: If the checkpoint is of another architecture; torch names the tensors that do not fit.
     """
+    check_path_and_module("load_dense(path, module)", path, module)
     state = dense_checkpoint(path, client, module)
     own = {_uncompiled(name): name for name in module.state_dict()}
     renamed = {own.get(_uncompiled(name), name): value for name, value in state.items()}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import secrets
 from collections.abc import Iterator
@@ -11,6 +12,8 @@ from pathlib import Path
 from safetensors import SafetensorError
 
 from lightning_lowrank.configuration import misconfigured
+
+_FULL = (errno.ENOSPC, errno.EDQUOT)
 
 
 @contextmanager
@@ -34,7 +37,14 @@ def replacing(path: Path) -> Iterator[Path]:
         finally:
             part.unlink(missing_ok=True)
     except (OSError, SafetensorError) as error:
-        raise misconfigured(f"{path} cannot be written, and what was there is left as it was: {error}.") from error
+        # safetensors gives the error of the system as text.
+        full = any(isinstance(error, OSError) and error.errno == number for number in _FULL) or any(
+            f"os error {number}" in str(error) for number in _FULL
+        )
+        remedy = f" Free space on the disk of {target.parent}, or give a path on another one." if full else ""
+        raise misconfigured(
+            f"{path} cannot be written, and what was there is left as it was: {error}.{remedy}"
+        ) from error
 
 
 def private_folder(folder: Path) -> Path:
