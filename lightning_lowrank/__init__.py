@@ -74,6 +74,7 @@ if TYPE_CHECKING:
     from lightning_lowrank.callbacks.convergence_monitor import ConvergenceMonitor
     from lightning_lowrank.callbacks.differential_privacy import DifferentialPrivacy
     from lightning_lowrank.callbacks.lowrank import LowRank
+    from lightning_lowrank.callbacks.round_pictures import RoundPictures
     from lightning_lowrank.callbacks.round_progress import RoundProgress
     from lightning_lowrank.callbacks.static_batch_norm import StaticBatchNorm
     from lightning_lowrank.callbacks.trained_checkpoints import TrainedCheckpoints
@@ -232,6 +233,7 @@ __all__ = [
     "RandomMask",
     "Ravan",
     "RoLoRA",
+    "RoundPictures",
     "RoundProgress",
     "RoundStage",
     "Scaled",

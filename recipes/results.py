@@ -482,7 +482,7 @@ def printed_config(key: Key) -> str:
 def _settings(key: Key) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as folder:
         (Path(folder) / "config.yaml").write_text(printed_config(key))
-        return dict(Run(Path(folder), {}).settings)
+        return dict(Run(Path(folder)).settings)
 
 
 def differences(run: Run, key: Key, shortened: bool = False) -> list[str]:
@@ -525,14 +525,14 @@ def take(
         before = pieces.setdefault((key, seed), [])
         if run.began is not None and run.went_on:
             made = run.began - 1
-            earlier = next((piece for piece in reversed(before) if piece.rounds and piece.count >= made), None)
+            earlier = next((piece for piece in reversed(before) if piece.count >= made), None)
             if earlier is None:
                 said.append(f"left out {run.folder}: the run whose first {made} rounds it went on from is not there")
                 continue
-            run = Run(run.folder, {**earlier.first(made).rounds, **run.rounds})
+            run = run.after(earlier.first(made))
         before.append(run)
         points = run.series(metrics[key])
-        rounds = run.count if run.rounds else 0
+        rounds = run.count
         full = key.said("trainer", "max_epochs")
         if not points or (rounds < full and not shortened):
             said.append(f"left out {run.folder}: {rounds} of {full} rounds of {key}")

@@ -84,10 +84,10 @@ def test_a_tiny_table_and_going_on_with_it(table, capsys):
     into = Path("runs/finetuning_table")
     runs = {name: read_run(into / "ten" / name / "seed_1") for name in ("ProductSum", "FFA", "FedSA")}
     spent = {name: run.last("comm/total_bytes") for name, run in runs.items()}
-    assert len(runs["ProductSum"].rounds) == 2
+    assert runs["ProductSum"].count == 2
     # It sends half of the factors, but all of the head, and begins no round that it cannot pay for.
-    assert len(runs["FFA"].rounds) > 2
-    assert spent["FFA"] <= spent["ProductSum"] < spent["FFA"] * (1 + 1 / len(runs["FFA"].rounds))
+    assert runs["FFA"].count > 2
+    assert spent["FFA"] <= spent["ProductSum"] < spent["FFA"] * (1 + 1 / runs["FFA"].count)
     report = into / "report" / "ten"
     rounds, volumes = (figures(report / "common" / kind) for kind in ("equal_rounds", "equal_bytes"))
     assert len(rounds) == len(volumes) == 2

@@ -21,6 +21,8 @@ TORCH_ONLY = (
     "arguments",
     "metric_direction",
     "facts",
+    "plots",
+    "units",
     "layers",
     "optim",
     "compression",

@@ -21,6 +21,7 @@ from lightning_lowrank.cli.runs import read_run
 from lightning_lowrank.data import CIFAR10, CIFAR100, MNIST, SVHN, FashionMNIST, TinyImageNet, VisionDataModule
 from lightning_lowrank.layers import low_rank_layers
 from tests import texts
+from tests.cli.run_folders import rounds_of
 from tests.helpers import SHARED_DATA, needs_shared_data
 
 ROOT = Path(__file__).parents[1]
@@ -460,7 +461,7 @@ def test_quickstart_is_accurate_at_a_fraction_of_the_traffic(run):
     fitted = run("fit", *recipe, *quiet)
     rounds = fitted.trainer.max_epochs
     low = read_run(Path("runs/quickstart/version_0"))
-    logged = low.rounds
+    logged = rounds_of(low)
     assert sorted(logged) == list(range(rounds))
     assert logged[rounds - 1]["comm/ratio"] <= 1 / 8
 

@@ -44,7 +44,7 @@ HEAVY = {
 DRAWING = {"numpy", "matplotlib"}
 OF_OTHERS = {
     *("flwr", "peft", "sklearn", "pandas"),
-    *(f"lightning_lowrank.{name}" for name in ("cli.report", "cli.plots", "cli.runs", "flower", "testing")),
+    *(f"lightning_lowrank.{name}" for name in ("cli.report", "plots", "cli.runs", "flower", "testing")),
 }
 """What the commands with a model section leave to others."""
 PACKAGES = [

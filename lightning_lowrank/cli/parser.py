@@ -45,10 +45,10 @@ import lightning_lowrank.models
 import lightning_lowrank.optim  # noqa: F401
 from lightning_lowrank.arguments import printable
 from lightning_lowrank.callbacks.lowrank import LowRank
+from lightning_lowrank.callbacks.round_pictures import RoundPictures, shows_pictures
 from lightning_lowrank.callbacks.round_progress import RoundProgress
 from lightning_lowrank.cli import recipes
 from lightning_lowrank.cli.inspection import inspect_run, render
-from lightning_lowrank.cli.pictures import RoundPictures, shows_pictures
 from lightning_lowrank.cli.quiet import only_warnings
 from lightning_lowrank.cli.suggestions import with_suggestions
 from lightning_lowrank.federated.checks import check_callbacks, goes_on_from, static_batch_norm_advice

@@ -1,4 +1,4 @@
-"""The tables that compare runs, written into a folder together with their plots and a page that holds both.
+"""The report that compares runs: tables, sentences and pictures, printed and written into a folder.
 
 ``lightning-lowrank report`` calls it with folders that a `CSVLogger` wrote. Runs of one configuration with several
 seeds are one row and one curve.
@@ -10,18 +10,19 @@ import math
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from itertools import combinations
 from pathlib import Path
 
+import numpy as np
 from rich.console import Console
 
-from lightning_lowrank.cli.pages import Column, Page, write_csv, write_html, write_latex, write_markdown
-from lightning_lowrank.cli.plots import SHOWN, draw, draw_narrow
+from lightning_lowrank.arguments import listed
+from lightning_lowrank.cli.pages import Column, Page, Table
 from lightning_lowrank.cli.runs import (
     Run,
     argument,
     as_number,
+    curve,
     describe,
     differing,
     find_runs,
@@ -30,23 +31,27 @@ from lightning_lowrank.cli.runs import (
     mean_and_deviation,
     monitors,
     printable,
+    setting_text,
     short_names,
-    told,
 )
 from lightning_lowrank.configuration import check_integer, misconfigured
 from lightning_lowrank.metric_direction import USUAL, direction
+from lightning_lowrank.plots import draw
+from lightning_lowrank.units import bytes_text, fixed, percent
 
 _UNITS = {"B": 1, **{f"{prefix}B": 1000**power for power, prefix in enumerate(("k", "M", "G", "T"), start=1)}}
 _UNITS |= {f"{prefix}iB": 1024**power for power, prefix in enumerate(("K", "M", "G", "T"), start=1)}
-_CONSTANTS = ("R", "P", "Q")
 _MOST_SETTINGS = 8
 _SHOWN_CLIENTS = 20
+_MANIFEST = ".report"
+"""The file that lists what a report has written into its folder."""
 
 Groups = Mapping[str, Sequence[Run]]
+Figure = Callable[[Run], float | None]
 
 
 def parse_bytes(text: str) -> float:
-    """Return a number of bytes: ``100MB`` (a million bytes are one MB), ``64 MiB``, ``2.5e6``.
+    """A number of bytes: ``100MB`` (a million bytes are one MB), ``64 MiB``, ``2.5e6``.
 
     Raises:
         MisconfigurationException: If the text is no positive number of bytes.
@@ -76,40 +81,32 @@ def report(
     budget: float | None = None,
     rounds: int | None = None,
 ) -> list[Path]:
-    """Print a table of runs, and write it and their plots into ``output``.
-
-    Bytes are those to and from clients that took part, in all rounds so far. Bytes that a method sent to idle clients
-    (see `Algorithm.announce`) have a column of their own. So have the last values of the metric for
-    personal models (``personal/val_acc``, ``personal/val_acc_worst10``, ``personal/val_acc_std``) and for the global
-    model on clients' own samples (``global/val_acc`` and so on), simulated seconds
-    (``system/seconds``) and the constants of `ConvergenceMonitor`, if they were logged, and the wall time of a fit that
-    was neither killed nor resumed, nor cut by ``rounds``.
+    """Print a table of runs, and write it and their pictures into ``output``.
 
     Runs that differ only in the seed (see `group_by_seed`) are one row, with their number under ``seeds``. A figure
     that differs between them is shown as mean ± sample standard deviation (n − 1); one that some of them did not log
-    is left empty. The plots draw their mean, with a band of one standard deviation, over the rounds that all of them
-    logged. The plots against bytes and simulated seconds use their means.
+    is left empty. The pictures show their mean, with a band of one standard deviation, over the rounds that all of them
+    logged. docs/howto/compare.md defines each figure.
 
-    A table has the clients that the first run of each row judged last, the worst first, 20 at most.
-
-    A second table has the settings: method, low-rank layers, partition, clients, codecs, samples and ranks of
-    the row's first run, and all else that differs.
+    Further tables have the settings of each row's first run and all that differs, and the clients that it judged last,
+    the worst first, 20 at most.
 
     Args:
         paths: Run folders, or folders that hold some. Runs that did not log ``metric``, or only evaluated, as a
             ``test`` run, are left out with a message.
         metric: Name of the logged metric to compare; by default the first of ``val_acc``, ``val_accuracy``,
             ``test_acc``, ``val_loss`` that a run has. Whether it is better when lower, its name says and what monitors
-            it in the runs' configurations; where they do not, no best value is shown, and a line says why.
+            it in the runs' configurations; if neither does, no best value is shown, and a line says why.
         output: Folder for ``report.html``, a page that holds everything and needs no other file; ``report.md``,
-            ``report.csv`` (all digits) and ``report.tex``; and the pictures. Created if it does not exist.
+            ``report.csv`` (all digits) and ``report.tex``; and the pictures. Created if it does not exist. Files of an
+            earlier report there are replaced or removed, and no others.
         console: Where the table is printed.
         each: Show runs that differ only in the seed one by one.
         target: A value of the metric. Columns show the round that reached it first, and the bytes and simulated
-            seconds until then. Where some seeds did not reach it, the figures are of those that did, with their number.
-            A run that went on from another one, and has such a value from the start, is not one of them.
+            seconds until then. If some seeds did not reach it, the figures are of the others, with their number.
+            A run that continues another one, and has such a value from the start, does not count.
         budget: A number of bytes, up and down. A column shows the best value that was reached within it. By default a
-            sentence compares runs within what the cheapest of them spent.
+            sentence compares runs within the bytes of the cheapest of them.
         rounds: How many rounds of each run are looked at, from its first; by default all.
 
     Returns:
@@ -118,66 +115,92 @@ def report(
         ``rounds_each.png`` and so on only where curves hide each other.
 
     Raises:
-        MisconfigurationException: If a path holds no run, no run that trained logged ``metric``, or ``target`` is given
-            for a metric of which it is not known whether higher is better.
+        MisconfigurationException: If a path holds no run, no run that trained logged ``metric``, ``target`` is given
+            for a metric of which it is not known whether higher is better, or ``output`` has a file of such a name that
+            no report wrote.
     """
     console = console or Console()
     found = find_runs(paths)
     if rounds is not None:
         check_integer("rounds", rounds)
         found = [run.first(rounds) for run in found]
-    known = sorted({name for run in found for figures in run.rounds.values() for name in figures})
+    known = sorted({name for run in found for name in (*run.figures, *run.evaluated)})
     metric = metric or next((name for name in USUAL if name in known), None)
     if metric is None or metric not in known:
-        raise misconfigured(f"no run logged {metric or 'a metric of ' + str(USUAL)}; logged were: {known}")
-    runs = [run for run in found if run.series(metric) and run.trained]
+        why = [f"{run.folder}/metrics.csv cannot be read: {run.problem}" for run in found if run.problem]
+        raise misconfigured(
+            "; ".join([f"no run logged {metric or f'a metric of {USUAL}'}; logged were: {known}", *why])
+        )
+    runs = [run for run in found if len(run.column(metric).rounds) and run.trained]
     if not runs:
         raise misconfigured(f"only runs of validate, test or predict logged {metric}: give the folder of a fit.")
     grouped = [[run] for run in runs] if each else group_by_seed(runs)
     groups = dict(zip(short_names(grouped), grouped, strict=True))
 
-    higher, why = direction(_judged(metric).removesuffix("_worst10"), monitors=monitors(runs))
+    higher, why_not = direction(_judged(metric).removesuffix("_worst10"), monitors=monitors(runs))
     if target is not None and not math.isfinite(target):
         raise misconfigured(f"target must be a finite number, got {target}.")
     if target is not None and higher is None:
-        raise misconfigured(f"target={target} needs to know whether {metric} is better when higher: {why}.")
+        raise misconfigured(f"target={target} needs to know whether {metric} is better when higher: {why_not}.")
     goal = Goal(metric, higher, target, budget)
     title = f"{metric} of {len(runs)} run{'s' * (len(runs) > 1)}"
     title += "" if rounds is None else f", first {rounds} rounds"
-    results, settings = _results(groups, goal), _settings(groups)
-    sentences = answers(groups, goal)
-    notes = (
-        []
-        if higher is not None
-        else [f"No best {metric} is shown, for it is not known whether higher is better: {why}."]
-    )
+    notes = [f"No best {metric} is shown, for it is not known whether higher is better: {why_not}."] * (higher is None)
     for run in found:
         if run not in runs:
             first = "" if rounds is None else f" of the first {rounds}"
-            lacks = f"it logged no {metric}" if run.rounds else f"its metrics.csv has no round{first} that can be read"
-            lacks = lacks if run.trained else "it only evaluated a model"
-            notes.append(f"{run.folder} is left out: {lacks}")
+            lacks = f"its metrics.csv has no round{first} that can be read" + f" ({run.problem})" * bool(run.problem)
+            lacks = f"it logged no {metric}" if run.count else lacks
+            notes.append(f"{run.folder} is left out: {lacks if run.trained else 'it only evaluated a model'}")
         elif run.went_on:
             began = f"went on from another run in round {run.began}"
             notes.append(f"{run.folder} {began}: its figures are of the rounds from there on")
-    for line in [title, "", *_text_table(results), *([""] if sentences else []), *sentences, *notes]:
-        _print_line(console, line)
+    folders = ["\n".join(str(run.folder) for run in group) for group in groups.values()]
+    tables = {
+        "": _results(groups, goal),
+        "Settings": _settings(groups),
+        "Clients": _clients(groups, goal),
+        "Folders": Table([Column("run", list(groups)), Column("folders", folders)]),
+    }
 
-    output.mkdir(parents=True, exist_ok=True)
-    # What an earlier report drew of other runs would look like a part of this one.
-    for name in (*SHOWN.values(), "convergence"):
-        for part in ("", "_each"):
-            (output / f"{name}{part}.png").unlink(missing_ok=True)
-    pictures = draw(groups, metric, higher, output, target, budget)
-    narrow = draw_narrow(groups, metric, higher, target, budget)
-    folders = {name: [str(run.folder) for run in group] for name, group in groups.items()}
-    page = Page(title, sentences, notes, results, settings, folders, pictures, narrow, _clients(groups, goal))
-    written = [
-        write(page, output / f"report.{kind}")
-        for kind, write in (("md", write_markdown), ("html", write_html), ("csv", write_csv), ("tex", write_latex))
-    ]
-    _print_line(console, f"wrote {', '.join(str(path) for path in [*written, *pictures])}")
-    return [*written, *pictures]
+    def curves(name: str, against: str | None) -> dict[str, np.ndarray]:
+        return {group: curve(members, against, name) for group, members in groups.items()}
+
+    page = Page(title, answers(groups, goal), notes, tables, draw(curves, metric, higher, target, budget, narrow=True))
+    # A name of a file or a metric may hold what a terminal reads as a command.
+    lines = [title, "", *tables[""].text(), *[""] * bool(page.answers), *page.answers, *notes]
+    written = _write(
+        output,
+        {
+            "report.md": page.markdown().encode(),
+            "report.html": page.html().encode(),
+            "report.csv": Table([*tables[""], *tables["Settings"][1:]]).csv().encode(),
+            "report.tex": tables[""].latex().encode(),
+            **{f"{name}.png": png for name, png in page.pictures.items() if not name.endswith("_narrow")},
+        },
+    )
+    for line in [*lines, f"wrote {', '.join(map(str, written))}"]:
+        console.print(printable(line), markup=False, highlight=False, soft_wrap=True)
+    return written
+
+
+def _write(folder: Path, files: Mapping[str, bytes]) -> list[Path]:
+    """Write the files of a report in place of an earlier report's; files that no report wrote stay as they are."""
+    manifest = folder / _MANIFEST
+    earlier = set(manifest.read_text("utf-8").splitlines()) if manifest.is_file() else set()
+    others = [name for name in files if name not in earlier and (folder / name).exists()]
+    if others:
+        raise misconfigured(f"no report has written {listed(others)} in {folder}: give --output another folder.")
+    folder.mkdir(parents=True, exist_ok=True)
+    manifest.write_text("\n".join(sorted(earlier | files.keys())), "utf-8")
+    for name in earlier - files.keys():
+        # Pictures of other runs would look like a part of this report.
+        if Path(name).name == name:
+            (folder / name).unlink(missing_ok=True)
+    for name, data in files.items():
+        (folder / name).write_bytes(data)
+    manifest.write_text("\n".join(sorted(files)), "utf-8")
+    return [folder / name for name in files]
 
 
 @dataclass(frozen=True)
@@ -189,171 +212,160 @@ class Goal:
     target: float | None = None
     budget: float | None = None
 
-    def best(self, points: Sequence[tuple[int, float]]) -> tuple[int, float] | None:
-        """Return the best of rounds and values, the first of equals; the last, if it is not known what is better."""
-        numbers = [point for point in points if not math.isnan(point[1])] or list(points)
-        if not numbers or self.higher is None:
-            return numbers[-1] if numbers else None
-        return (max if self.higher else min)(numbers, key=lambda point: point[1])
+    def best(self, run: Run, within: float = math.inf) -> tuple[int, float] | None:
+        """The round, from 1, and the value that is best, the first of equals, before more than so many bytes were sent.
+
+        If it is not known what is better, the last one. A value that is not a number is none unless all are.
+        """
+        rounds, values = run.column(self.metric)
+        if within < math.inf:
+            spent = run.column("comm/total_bytes")
+            cheap = np.isin(rounds, spent.rounds[spent.values <= within])
+            rounds, values = rounds[cheap], values[cheap]
+        if not np.isnan(values).all():
+            rounds, values = rounds[~np.isnan(values)], values[~np.isnan(values)]
+        if not len(values):
+            return None
+        place = -1 if self.higher is None else int(values.argmax() if self.higher else values.argmin())
+        return int(rounds[place]) + 1, float(values[place])
 
     def reached(self, run: Run) -> int | None:
-        """Return the first round whose value is as good as the target; ``None`` as well where it is not known."""
-        assert self.target is not None
-        series = run.series(self.metric)
-        for number, value in series:
-            if value >= self.target if self.higher else value <= self.target:
-                # A run that went on from another one may have reached it there.
-                return None if run.went_on and number == series[0][0] else number
-        return None
+        """The first round whose value is as good as the target, rounded to float32 as logged values are."""
+        rounds, values = run.column(self.metric)
+        with np.errstate(over="ignore"):
+            values, target = values.astype(np.float32), np.float32(self.target)
+        places = np.flatnonzero(values >= target if self.higher else values <= target)
+        # A run that continues another one may have reached it there.
+        return None if not len(places) or (run.went_on and places[0] == 0) else int(rounds[places[0]]) + 1
 
-    def within(self, run: Run, budget: float) -> tuple[int, float] | None:
-        """Return the best round and value before a run had spent more bytes than ``budget``."""
-        spent = dict(run.series("comm/total_bytes"))
-        return self.best([point for point in run.series(self.metric) if spent.get(point[0], math.inf) <= budget])
-
-
-def _at(run: Run, name: str, number: int | None) -> float | None:
-    return None if number is None else run.rounds[number - 1].get(name)
+    def until(self, run: Run, name: str) -> float | None:
+        """The value of a figure in the round that reached the target; without a name, the round's number."""
+        number = self.reached(run)
+        return number if number is None or not name else run.at(name, number)
 
 
-def _figure(values: Sequence[float | None], form: str, partly: bool = False) -> tuple[str, tuple[float, float] | None]:
-    """Format the value that all runs of a group share, or its mean and deviation; empty if a run did not log it.
+def _whole(number: float) -> str:
+    # A mean of whole numbers gets one decimal.
+    return f"{number:d}" if isinstance(number, int) else f"{number:.1f}"
+
+
+def _figure(
+    values: Sequence[float | None], form: Callable[[float], str], partly: bool = False
+) -> tuple[str, tuple[float, float] | None]:
+    """The value that all runs of a group share, or its mean and deviation; empty if a run did not log it.
 
     Args:
         values: A value for each run of the group.
         form: How a number is written.
-        partly: Take those that have a value, and say how many they are.
+        partly: Take the runs that have a value, and say how many they are.
     """
     known = [value for value in values if value is not None]
     if not known or (len(known) < len(values) and not partly):
         return "–" if partly else "", None
     if len({repr(value) for value in known}) == 1:
-        text, figures = format(known[0], form), (float(known[0]), 0.0)
+        text, figures = form(known[0]), (known[0], 0.0)
     else:
         figures = mean_and_deviation(known)
-        # A mean of round numbers gets one decimal.
-        text = " ± ".join(format(value, ".1f" if form == "d" else form) for value in figures)
+        text = " ± ".join(map(form, figures))
     return text + (f" ({len(known)} of {len(values)})" if len(known) < len(values) else ""), figures
 
 
-def _column(
-    groups: Groups, title: str, figure: Callable[[Run], float | None], form: str, partly: bool = False
-) -> Column:
+def _column(groups: Groups, title: str, figure: Figure, form: Callable[[float], str], partly: bool = False) -> Column:
     cells = [_figure([figure(run) for run in group], form, partly) for group in groups.values()]
     return Column(title, [text for text, _ in cells], {title.replace("\n", " "): [figures for _, figures in cells]})
 
 
 def _with_round(groups: Groups, title: str, point: Callable[[Run], tuple[int, float] | None]) -> Column:
-    """Make a column of a value, and of its round in brackets."""
-
-    def part(place: int) -> Callable[[Run], float | None]:
-        return lambda run: None if (found := point(run)) is None else found[place]
-
-    value, number = _column(groups, title, part(1), ".4f"), _column(groups, f"round of {title}", part(0), "d")
-    texts = [
-        f"{value_text} ({number_text})" if value_text else ""
-        for value_text, number_text in zip(value.texts, number.texts, strict=True)
-    ]
+    """A column of a value, and of its round in brackets."""
+    parts: list[Figure] = [lambda run, place=place: (point(run) or (None, None))[place] for place in (1, 0)]  # type: ignore[misc]
+    value, number = _column(groups, title, parts[0], "{:.4f}".format), _column(groups, title, parts[1], _whole)
+    texts = [f"{one} ({other})" if one else "" for one, other in zip(value.texts, number.texts, strict=True)]
     named = title.replace("(round)\n", "").replace("\n", " ")
-    figures = [*value.figures.values(), *number.figures.values()]
+    figures = (*value.figures.values(), *number.figures.values())
     return Column(title, texts, dict(zip((named, f"round of {named}"), figures, strict=True)))
-
-
-def _results(groups: Groups, goal: Goal) -> list[Column]:
-    runs = [run for group in groups.values() for run in group]
-    column = partial(_column, groups)
-
-    def logged(name: str, unit: float = 1) -> Callable[[Run], float | None]:
-        return lambda run: None if (value := run.last(name)) is None else value / unit
-
-    columns = [Column("run", list(groups))]
-    if len(runs) > len(groups):
-        columns.append(Column("seeds", [str(len(group)) for group in groups.values()]))
-    columns.append(column("rounds", lambda run: run.count, "d"))
-    metric = goal.metric
-    if goal.higher is not None:
-        columns.append(_with_round(groups, f"best (round)\n{metric}", lambda run: goal.best(run.series(metric))))
-    columns.append(column(f"last\n{metric}", logged(metric), ".4f"))
-    judged = _judged(metric)
-    for model in ("personal", "global"):
-        for suffix in ("", "_worst10", "_std"):
-            name = f"{model}/{judged}{suffix}"
-            if name != metric and any(run.last(name) is not None for run in runs):
-                columns.append(column(f"{model}\n{suffix.removeprefix('_') or judged}", logged(name), ".4f"))
-    if goal.target is not None:
-        for title, name, unit, form in (
-            ("rounds", "", 1.0, "d"),
-            ("MB", "comm/total_bytes", 1e6, ".2f"),
-            ("simulated s", "system/seconds", 1.0, ".1f"),
-        ):
-            if not name or any(run.series(name) for run in runs):
-
-                def until(run: Run, name: str = name, unit: float = unit) -> float | None:
-                    number = goal.reached(run)
-                    value = _at(run, name, number) if name else number
-                    return None if value is None else value / unit if name else value
-
-                columns.append(column(f"{title} to\n{goal.target:g}", until, form, partly=True))
-    if goal.budget is not None:
-        limit = goal.budget
-        columns.append(
-            _with_round(groups, f"in {_bytes(limit)} (round)\n{metric}", lambda run: goal.within(run, limit))
-        )
-    for title, name, unit, form, optional in (
-        ("MB\nup", "comm/total_up_bytes", 1e6, ".2f", False),
-        ("MB\ndown", "comm/total_down_bytes", 1e6, ".2f", False),
-        ("MB\nidle", "comm/total_idle_down_bytes", 1e6, ".2f", True),
-        ("of dense\nFedAvg", "comm/ratio", 1.0, ".2%", False),
-        ("simulated\ns", "system/seconds", 1.0, ".1f", True),
-        *((f"constant\n{each}", f"convergence/{each}", 1.0, ".3g", True) for each in _CONSTANTS),
-    ):
-        if not optional or any(run.last(name) for run in runs):
-            columns.append(column(title, logged(name, unit), form))
-    if any(run.seconds is not None for run in runs):
-        columns.append(column("wall\ns", lambda run: run.seconds, ".1f"))
-    return columns
-
-
-def _bytes(number: float) -> str:
-    for size, unit in ((1e9, "GB"), (1e6, "MB"), (1e3, "kB")):
-        if number >= size:
-            return f"{number / size:.4g} {unit}"
-    return f"{number:.4g} B"
 
 
 def _judged(metric: str) -> str:
     return metric.removeprefix("personal/").removeprefix("global/")
 
 
-def _clients(groups: Groups, goal: Goal) -> list[Column]:
-    """Return the clients of each row's first run, those with the worst values of the metric first."""
+def _results(groups: Groups, goal: Goal) -> Table:
+    runs, metric, four = _all(groups), goal.metric, "{:.4f}".format
+
+    def add(title: str, name: str, unit: float, form: Callable[[float], str], optional: bool = True) -> None:
+        if not optional or any(run.last(name) for run in runs):
+            last: Figure = lambda run: None if (value := run.last(name)) is None else value / unit  # noqa: E731
+            table.append(_column(groups, title, last, form))
+
+    table = Table([Column("run", list(groups))])
+    if len(runs) > len(groups):
+        numbers = [len(group) for group in groups.values()]
+        table.append(Column("seeds", [*map(str, numbers)], {"seeds": [(number, 0) for number in numbers]}))
+    table.append(_column(groups, "rounds", lambda run: run.count, _whole))
+    if goal.higher is not None:
+        table.append(_with_round(groups, f"best (round)\n{metric}", goal.best))
+    add(f"last\n{metric}", metric, 1, four, optional=False)
+    for model in ("personal", "global"):
+        for suffix in ("", "_worst10", "_std"):
+            name = f"{model}/{_judged(metric)}{suffix}"
+            if name != metric and any(run.last(name) is not None for run in runs):
+                add(f"{model}\n{suffix.removeprefix('_') or _judged(metric)}", name, 1, four, optional=False)
+    for title, name, unit, form in (
+        ("rounds", "", 1, _whole),
+        ("MB", "comm/total_bytes", 1e6, fixed),
+        ("simulated s", "system/seconds", 1, "{:.1f}".format),
+    ):
+        if goal.target is not None and (not name or any(run.last(name) is not None for run in runs)):
+
+            def until(run: Run, name: str = name, unit: float = unit) -> float | None:
+                value = goal.until(run, name)
+                return value / unit if name and value is not None else value
+
+            table.append(_column(groups, f"{title} to\n{goal.target:g}", until, form, partly=True))
+    if goal.budget is not None:
+        limit = goal.budget
+        title = f"in {bytes_text(limit)} (round)\n{metric}"
+        table.append(_with_round(groups, title, lambda run: goal.best(run, limit)))
+    add("MB\nup", "comm/total_up_bytes", 1e6, fixed, optional=False)
+    add("MB\ndown", "comm/total_down_bytes", 1e6, fixed, optional=False)
+    add("MB\nidle", "comm/total_idle_down_bytes", 1e6, fixed)
+    add("of dense\nFedAvg", "comm/ratio", 1, percent, optional=False)
+    add("simulated\ns", "system/seconds", 1, "{:.1f}".format)
+    for constant in ("R", "P", "Q"):
+        add(f"constant\n{constant}", f"convergence/{constant}", 1, "{:.3g}".format)
+    if any(run.seconds is not None for run in runs):
+        table.append(_column(groups, "wall\ns", lambda run: run.seconds, "{:.1f}".format))
+    return table
+
+
+def _clients(groups: Groups, goal: Goal) -> Table:
+    """The clients of each row's first run, the ones with the worst values of the metric first."""
     judged = _judged(goal.metric).removesuffix("_worst10")
-    table: list[dict[str, str]] = []
+    rows: list[dict[str, str]] = []
     for name, group in groups.items():
-        rows = group[0].clients
-        of = next((each for each in (f"global/{judged}", f"personal/{judged}") if rows and each in rows[0]), None)
+        found = group[0].clients
+        of = next((each for each in (f"global/{judged}", f"personal/{judged}") if found and each in found[0]), None)
 
         def worst(row: Mapping[str, str], of: str | None = of) -> float:
             value = as_number(row.get(of or "", ""))
             return -math.inf if value is None or math.isnan(value) else -value if goal.higher is False else value
 
-        shown = sorted(rows, key=worst)[:_SHOWN_CLIENTS] if of and goal.higher is not None else rows[:_SHOWN_CLIENTS]
-        table += [{"run": name, **row} for row in shown]
-    titles = dict.fromkeys(title for row in table for title in row)
-    cells = {title: [row.get(title, "") for row in table] for title in titles}
-    # Names may look like numbers.
-    return [Column(title, [*map(_cell, texts)] if "/" in title else texts) for title, texts in cells.items()]
+        shown = sorted(found, key=worst) if of and goal.higher is not None else found
+        rows += [{"run": name, **row} for row in shown[:_SHOWN_CLIENTS]]
+    table = Table()
+    for title in dict.fromkeys(title for row in rows for title in row):
+        texts = [row.get(title, "") for row in rows]
+        # Names may look like numbers.
+        numbers = [as_number(text) for text in texts] if "/" in title else []
+        texts = ["" if value is None or math.isnan(value) else f"{value:.4f}" for value in numbers] or texts
+        table.append(Column(title, texts))
+    return table
 
 
-def _cell(text: str) -> str:
-    value = as_number(text)
-    return "" if value is None or math.isnan(value) else f"{value:.4f}"
-
-
-def _settings(groups: Groups) -> list[Column]:
-    """Return what runs were told: what every reader asks for, then what differs between them beside it."""
-    loops = [found_in(group[0].config, "federated") for group in groups.values()]
-    layers = [found_in(group[0].config, "lowrank") for group in groups.values()]
+def _settings(groups: Groups) -> Table:
+    """The settings that every reader asks for, then the ones that differ."""
+    first = [group[0] for group in groups.values()]
+    loops = [found_in(run.config, "federated") for run in first]
 
     def size(layer: object) -> str:
         sizes = (f"{name}={found_in(layer, name)}" for name in ("rank", "budget", "ratio", "rank_ratio"))
@@ -364,54 +376,70 @@ def _settings(groups: Groups) -> list[Column]:
 
     def clients(loop: object) -> str:
         drawn, of = (found_in(loop, name) for name in ("clients_per_round", "clients"))
-        # A float is a share of them.
+        # A float is a share of the clients.
         number = f"{100 * drawn:g}%" if type(drawn) is float else describe(drawn)
         return " of ".join(each for each in (number, describe(of)) if each)
 
-    columns = [
-        Column("run", list(groups)),
-        Column("method", [describe(found_in(loop, "algorithm")) for loop in loops]),
-        Column("low-rank layers", [size(layer) for layer in layers]),
-        Column("partition", [describe(found_in(loop, "partition")) for loop in loops]),
-        Column("clients\nper round", [clients(loop) for loop in loops]),
-        *(Column(name, [describe(found_in(loop, name)) for loop in loops]) for name in ("uplink", "downlink")),
-    ]
-    facts = [group[0].facts for group in groups.values()]
+    def named(run: Run, *names: str) -> str:
+        """The first setting of such a name: of the optimizer, the data, the model or anything else."""
+        paths = [path for path, value in run.settings.items() if argument(path) in names and value is not None]
+        order = {start: place for place, start in enumerate(("optimizer", "data", "model"))}
+        paths = [path for path in paths if not path.startswith(("lr_scheduler", "trainer"))]
+        path = min(paths, key=lambda path: order.get(path.partition(".")[0], len(order)), default=None)
+        return "" if path is None else setting_text(path, run.settings[path])
+
+    table = Table(
+        [
+            Column("run", list(groups)),
+            Column("method", [describe(found_in(loop, "algorithm")) for loop in loops]),
+            Column("low-rank layers", [size(found_in(run.config, "lowrank")) for run in first]),
+            Column("partition", [describe(found_in(loop, "partition")) for loop in loops]),
+            Column("clients\nper round", [clients(loop) for loop in loops]),
+            *(Column(name, [describe(found_in(loop, name)) for loop in loops]) for name in ("uplink", "downlink")),
+            *(
+                Column(name, [describe(found_in(run.config, name), depth=1) for run in first])
+                for name in ("model", "data")
+            ),
+            Column("batch size", [named(run, "batch_size") for run in first]),
+            Column("learning rate", [named(run, "lr", "learning_rate") for run in first]),
+        ]
+    )
     for title, names, between in (
         ("samples per client\nleast, median, most", ("samples",), ", "),
         ("ranks", ("ranks",), " to "),
         ("trained\nparameters", ("trained", "parameters"), " of "),
     ):
-        numbers = [[number for name in names for number in each.get(name, [])] for each in facts]
-        # Where all are the same, one says it.
-        told_of = [each[:1] if len(set(each)) == 1 else each for each in numbers]
-        texts = [between.join(f"{number:,.10g}" for number in each) for each in told_of]
-        columns.append(Column(title, texts))
-    columns = [column for column in columns if any(column.texts)]
-    others = _not_told(groups, [column.texts for column in columns if column.title != "run"])
+        numbers = [[number for name in names for number in run.facts.get(name, [])] for run in first]
+        # If all are the same, one says it.
+        shown = [each[:1] if len(set(each)) == 1 else each for each in numbers]
+        table.append(Column(title, [between.join(f"{number:,.10g}" for number in each) for each in shown]))
+    table = Table(column for column in table if any(column.texts))
+    others = _others(groups, [column.texts for column in table[1:]])
     for path in others[:_MOST_SETTINGS]:
-        values = [group[0].settings.get(path) for group in groups.values()]
-        texts = ["" if value is None else told(path, value).removeprefix(f"{argument(path)}=") for value in values]
-        columns.append(Column(argument(path), texts))
+        values = [run.settings.get(path) for run in first]
+        texts = ["" if value is None else setting_text(path, value) for value in values]
+        table.append(Column(argument(path), texts))
     runs = _all(groups)
     for name in dict.fromkeys(name for run in runs for name in run.software):
         if len({run.software.get(name) for run in runs}) > 1:
             # Runs made before a run's folder had its versions, too: they may have had another one.
             made = [dict.fromkeys(run.software.get(name, "unknown") for run in group) for group in groups.values()]
-            columns.append(Column(f"{name}\nof the run", [", ".join(each) for each in made]))
+            table.append(Column(f"{name}\nof the run", [", ".join(each) for each in made]))
     if others[_MOST_SETTINGS:]:
         further = ", ".join(argument(path) for path in others[_MOST_SETTINGS:])
-        columns.append(Column("further settings\nthat differ", [further] * len(groups)))
-    return columns if len(columns) > 1 else []
+        table.append(Column("further settings\nthat differ", [further] * len(groups)))
+    return table if len(table) > 1 else Table()
 
 
-def _not_told(groups: Groups, columns: Sequence[Sequence[str]]) -> list[str]:
-    """Return the settings that differ between runs, but for those that these columns, which sum some up, tell apart."""
-    summed_up = ("lowrank", *(f"federated.init_args.{name}" for name in ("algorithm", "partition", "clients")))
-    summed_up += ("federated.init_args.uplink", "federated.init_args.downlink", "trainer.callbacks")
+def _others(groups: Groups, columns: Sequence[Sequence[str]]) -> list[str]:
+    """The settings that differ between runs, but for the ones that the columns, which sum some up, distinguish."""
+    summed_up: tuple[str, ...] = ("lowrank", "model", "data", "optimizer", "trainer.callbacks")
+    summed_up += tuple(
+        f"federated.init_args.{name}" for name in ("algorithm", "partition", "clients", "uplink", "downlink")
+    )
     rows = [tuple(column[place] for column in columns) for place in range(len(groups))]
 
-    def told_apart(path: str) -> bool:
+    def distinguished(path: str) -> bool:
         values = [repr(group[0].settings.get(path)) for group in groups.values()]
         return all(
             rows[one] != rows[other] or values[one] == values[other] for one, other in combinations(range(len(rows)), 2)
@@ -422,88 +450,72 @@ def _not_told(groups: Groups, columns: Sequence[Sequence[str]]) -> list[str]:
         for path in differing(list(groups.values()))
         if not path.endswith("summary")
         and not path.startswith("trainer.enable_")
-        and not (path.startswith(summed_up) and told_apart(path))
+        and not (path.startswith(summed_up) and distinguished(path))
     ]
 
 
 def answers(groups: Groups, goal: Goal) -> list[str]:
-    """Return in sentences which runs are best: in all, within the budget, and to the target."""
+    """Sentences that say which runs are best: in all, within the budget, and to the target."""
     metric, higher = goal.metric, goal.higher
     if higher is None or len(groups) < 2:
         return []
 
-    def ranked(figure: Callable[[Run], float | None], largest: bool) -> list[tuple[str, float, float]]:
-        found = []
+    def ranked(figure: Figure, largest: bool) -> list[tuple[list[str], float, float]]:
+        """Names, mean and deviation, the best first; groups of equal means are together."""
+        found: dict[float, tuple[list[str], float, float]] = {}
         for name, group in groups.items():
-            _, figures = _figure([figure(run) for run in group], "g")
+            _, figures = _figure([figure(run) for run in group], str)
             if figures is not None and not math.isnan(figures[0]):
-                found.append((name, *figures))
-        return sorted(found, key=lambda each: -each[1] if largest else each[1])
+                names, mean, deviation = found.get(figures[0], ([], *figures))
+                found[figures[0]] = [*names, name], mean, max(deviation, figures[1])
+        return sorted(found.values(), key=lambda each: -each[1] if largest else each[1])
 
-    def said(order: Sequence[tuple[str, float, float]]) -> str:
-        name, value, deviation = order[0]
-        text = f"{name}, {value:.4f}" + (f" ± {deviation:.4f}" if deviation else "")
-        if len(order) == 1:
-            return f"{text}."
-        second, next_value, next_deviation = order[1]
-        text += f"; next is {second}, {next_value:.4f}" + (f" ± {next_deviation:.4f}" if next_deviation else "")
-        if value == next_value:
-            return f"{text}; they are equal."
-        near = abs(value - next_value) <= max(deviation, next_deviation)
-        return text + ("; they are nearer than a standard deviation." if near else ".")
+    def said(order: Sequence[tuple[list[str], float, float]]) -> str:
+        texts = [
+            f"{_and(names)}, {value:.4f}" + f" ± {deviation:.4f}" * bool(deviation) + " each" * (len(names) > 1)
+            for names, value, deviation in order[:2]
+        ]
+        if len(texts) == 1:
+            return f"{texts[0]}."
+        near = abs(order[0][1] - order[1][1]) <= max(order[0][2], order[1][2])
+        return "; next is ".join(texts) + ("; they are nearer than a standard deviation." if near else ".")
 
     sentences = []
-    order = ranked(lambda run: None if (found := goal.best(run.series(metric))) is None else found[1], higher)
+    order = ranked(lambda run: (goal.best(run) or (0, None))[1], higher)
     if order:
         sentences.append(f"Best {metric}: {said(order)}")
-    spent = [max((value for _, value in run.series("comm/total_bytes")), default=0.0) for run in _all(groups)]
+    spent = [float(run.column("comm/total_bytes").values.max(initial=0.0)) for run in _all(groups)]
     budget = goal.budget or min((value for value in spent if 0 < value < math.inf), default=0.0)
     if budget:
-        order = ranked(lambda run: None if (found := goal.within(run, budget)) is None else found[1], higher)
+        order = ranked(lambda run: (goal.best(run, budget) or (0, None))[1], higher)
         which = "" if goal.budget else ", all that the cheapest run spent"
         none = f"no run logged {metric} within them."
-        sentences.append(f"Best {metric} within {_bytes(budget)} up and down{which}: {said(order) if order else none}")
+        text = said(order) if order else none
+        sentences.append(f"Best {metric} within {bytes_text(budget)} up and down{which}: {text}")
     if goal.target is not None:
         first = []
         for name, least, form in (
-            ("comm/total_bytes", "the fewest bytes", _bytes),
+            ("comm/total_bytes", "the fewest bytes", bytes_text),
             ("system/seconds", "the fewest simulated seconds", "{:.4g} s".format),
             ("", "the fewest rounds", "{:.4g}".format),
         ):
-
-            def until(run: Run, name: str = name) -> float | None:
-                number = goal.reached(run)
-                return _at(run, name, number) if name else number
-
-            order = ranked(until, largest=False)
+            order = ranked(lambda run, name=name: goal.until(run, name), largest=False)  # type: ignore[misc]
             if order:
-                first.append(f"with {least} by {order[0][0]} ({form(order[0][1])})")
+                first.append(f"with {least} by {_and(order[0][0])} ({form(order[0][1])})")
         text = f"is reached {', '.join(first)}." if first else "is reached by no run with all its seeds."
+        reached = {name: sum(goal.reached(run) is not None for run in group) for name, group in groups.items()}
+        missed = [
+            f"{name} ({reached[name]} of {len(group)})" for name, group in groups.items() if reached[name] < len(group)
+        ]
+        text += f" Not reached by all seeds: {', '.join(missed)}." * bool(missed)
         sentences.append(f"{metric} {goal.target:g} {text}")
     return [printable(sentence) for sentence in sentences]
 
 
+def _and(names: Sequence[str]) -> str:
+    *others, last = names
+    return f"{', '.join(others)} and {last}" if others else last
+
+
 def _all(groups: Groups) -> list[Run]:
     return [run for group in groups.values() for run in group]
-
-
-def _text_table(columns: Sequence[Column]) -> list[str]:
-    """Lay out a table as lines of text. Unlike rich's tables, they lose nothing in a narrow console."""
-    titles = [column.title.split("\n") for column in columns]
-    height = max(map(len, titles))
-    head = list(zip(*([""] * (height - len(title)) + title for title in titles), strict=True))
-    rows = list(zip(*(column.texts for column in columns), strict=True))
-    widths = [max(map(len, column)) for column in zip(*head, *rows, strict=True)]
-
-    def aligned(cells: Sequence[str]) -> str:
-        return "  ".join(
-            cell.rjust(width) if number else cell.ljust(width)
-            for number, (cell, width) in enumerate(zip(cells, widths, strict=True))
-        )
-
-    return [*map(aligned, head), "─" * (sum(widths) + 2 * (len(widths) - 1)), *map(aligned, rows)]
-
-
-def _print_line(console: Console, text: str) -> None:
-    # A name of a file or a metric may hold what a terminal takes for a command.
-    console.print(printable(text), markup=False, highlight=False, soft_wrap=True)

@@ -1,4 +1,4 @@
-"""Runs read from their folders, which runs differ only in the seed, and short names for them."""
+"""Runs read from their folders, the ones that differ only in the seed, and short names for them."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ import json
 import math
 import re
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any, NamedTuple, TextIO
 
 import numpy as np
 import yaml
@@ -21,23 +21,36 @@ from lightning_lowrank.configuration import misconfigured
 from lightning_lowrank.facts import read_facts, read_software
 from lightning_lowrank.metric_direction import Monitor
 
-_TOLD = 4
+_MOST_NAMED = 4
 _LONGEST_WORD = 40
-# What a folder may make this process hold: a run of 10,000 rounds that logs a hundred figures has a million.
+# What a folder may make this process hold.
 _MOST_ROUNDS = 2**31
-_MOST_FIGURES = 2_000_000
+_MOST_CELLS = 200_000_000
+_MOST_COLUMNS = 10_000
+_CELLS_AT_ONCE = 2**19
 _MOST_CLIENTS = 100_000
 _LONGEST_LINE = 2**20
 _LARGEST_CONFIG = 2**20
 _MOST_NODES = 20_000
 _DEEPEST = 100
-# What a configuration has otherwise than others in every run, or what a row's other columns tell.
-_NOT_TOLD = ("seed_everything", "ckpt_path", "trainer.logger", "trainer.default_root_dir")
+# Settings that differ between all runs, or that other columns of a row show.
+_NOT_NAMED = ("seed_everything", "ckpt_path", "trainer.logger", "trainer.default_root_dir")
 # Arguments that only say where a run writes to.
 _PLACES = ("trainer.logger", "trainer.default_root_dir", "trainer.callbacks.init_args.dirpath")
-# Of two settings that tell the same runs apart, the one that comes first here names them.
+# Of two settings that distinguish the same runs, the first one here names them.
 _TELLING = ("federated.init_args.algorithm", "federated.algorithm", "lowrank", "federated", "model", "data")
 _VERSION = re.compile(r"version_\d+")
+_OF_A_ROUND = ("comm/", "federated/", "system/", "convergence/")
+
+
+class Series(NamedTuple):
+    """The values of a figure, and the numbers of their rounds, from 0."""
+
+    rounds: np.ndarray
+    values: np.ndarray
+
+
+_NOTHING = Series(np.empty(0, np.int64), np.empty(0))
 
 
 @dataclass
@@ -46,61 +59,74 @@ class Run:
 
     Attributes:
         folder: The folder.
-        rounds: The values by round and name.
+        figures: The figures by name.
+        made: Numbers of the rounds, from 0.
+        evaluated: The figures of an evaluation after the fit, which belong to no round.
         cut: Whether the run made further rounds, which are left out.
+        problem: Why ``metrics.csv`` could not be read; empty if it could.
     """
 
     folder: Path
-    rounds: dict[int, dict[str, float]]
+    figures: Mapping[str, Series] = field(default_factory=dict)
+    made: np.ndarray = field(default_factory=lambda: _NOTHING.rounds)
+    evaluated: Mapping[str, Series] = field(default_factory=dict)
     cut: bool = False
+    problem: str = ""
 
-    def series(self, metric: str) -> list[tuple[int, float]]:
-        """Return ``metric`` by round number, counted from 1, where it was logged."""
-        return [(number + 1, figures[metric]) for number, figures in self.rounds.items() if metric in figures]
+    def column(self, name: str) -> Series:
+        """The values of a figure; of one that no round logged, those of an evaluation after the fit."""
+        return self.figures.get(name) or self.evaluated.get(name) or _NOTHING
+
+    def series(self, name: str) -> list[tuple[int, float]]:
+        """The values of a figure with the numbers of their rounds, from 1."""
+        rounds, values = self.column(name)
+        return list(zip((rounds + 1).tolist(), values.tolist(), strict=True))
 
     def last(self, name: str) -> float | None:
-        """Return the last logged value of ``name``."""
-        values = self.series(name)
-        return values[-1][1] if values else None
+        """The last round's value of a figure, or that of the last round that logged it."""
+        values = self.column(name).values
+        return float(values[-1]) if len(values) else None
+
+    def at(self, name: str, number: int) -> float | None:
+        """The value of a figure in a round, counted from 1."""
+        rounds, values = self.column(name)
+        place = int(np.searchsorted(rounds, number - 1))
+        return float(values[place]) if place < len(rounds) and rounds[place] == number - 1 else None
 
     @property
     def count(self) -> int:
-        """Number of the last round that was made: an evaluation after the fit is logged under a number more."""
-        made = [number for number, figures in self.rounds.items() if any(map(_is_of_a_round, figures))]
-        return max(made or self.rounds.keys() - {self.evaluation}) + 1
-
-    @property
-    def evaluation(self) -> int | None:
-        """The last epoch of a run without a federation, if it was an evaluation after the fit.
-
-        It has only ``val_…`` and ``test_…`` while every epoch before it has some ``train…`` too.
-        """
-        *earlier, last = [*map(_names, self.rounds.values())] or [set()]
-        if not earlier or not last or any(_is_of_a_round(name) for names in (*earlier, last) for name in names):
-            return None
-        if not all(name.startswith(("val_", "test_")) for name in last):
-            return None
-        trained = all(any(name.startswith("train") for name in names) for names in earlier)
-        return max(self.rounds) if trained else None
+        """The number of the last round, from 1; 0 for a run without rounds."""
+        return int(self.made[-1]) + 1 if len(self.made) else 0
 
     def first(self, rounds: int) -> Run:
-        """Return the run without what came after its first rounds."""
-        kept = {number: figures for number, figures in self.rounds.items() if number < rounds}
-        return Run(self.folder, kept, cut=bool(self.rounds) and self.count > rounds)
+        """The run without what came after its first rounds."""
+        if self.count <= rounds:
+            return self
+        kept = {name: Series(*(part[each.rounds < rounds] for part in each)) for name, each in self.figures.items()}
+        kept = {name: each for name, each in kept.items() if len(each.rounds)}
+        return Run(self.folder, kept, self.made[self.made < rounds], cut=True, problem=self.problem)
+
+    def after(self, earlier: Run) -> Run:
+        """The run together with the first rounds of the run that it continues."""
+        made = np.union1d(earlier.made, self.made)
+        names = dict.fromkeys((*earlier.figures, *self.figures))
+        both = {name: (earlier.figures.get(name, _NOTHING), self.figures.get(name, _NOTHING)) for name in names}
+        figures = {name: _last_of_each(*map(np.concatenate, zip(*pair, strict=True))) for name, pair in both.items()}
+        return Run(self.folder, figures, made, self.evaluated)
 
     @cached_property
     def config(self) -> dict[str, Any]:
-        """The run's ``config.yaml``; empty where there is none that can be read."""
+        """The run's ``config.yaml``; empty if there is none that can be read."""
         return _load_config(self.folder / "config.yaml")
 
     @property
     def trained(self) -> bool:
-        """Whether the run trained, as far as its configuration tells: only the other subcommands have these options."""
+        """Whether the run trained, by its configuration: only the other subcommands have these options."""
         return not {"verbose", "return_predictions"} & self.config.keys()
 
     @cached_property
     def facts(self) -> dict[str, list[float]]:
-        """What `FederatedLoop` wrote beside the metrics, such as ``seconds``."""
+        """The numbers that `FederatedLoop` wrote in addition to the metrics, such as ``seconds``."""
         return read_facts(self.folder)
 
     @cached_property
@@ -115,17 +141,17 @@ class Run:
 
     @property
     def began(self) -> int | None:
-        """The number of the first round that was made, if it is known."""
+        """The number of the first round, if it is known."""
         return int(self.facts["first_round"][0]) if "first_round" in self.facts else None
 
     @property
     def went_on(self) -> bool:
-        """Whether the run went on from another one, whose rounds are not in it."""
+        """Whether the run continues another one, whose rounds are not in it."""
         return self.began is not None and self.began > 1
 
     @property
     def seconds(self) -> float | None:
-        """The seconds that all rounds took; ``None`` for a run that was killed or cut, or went on from another."""
+        """The seconds of all rounds; ``None`` for a run that was killed or cut, or continues another."""
         return self.facts["seconds"][0] if "seconds" in self.facts and self.began == 1 and not self.cut else None
 
     @cached_property
@@ -135,7 +161,7 @@ class Run:
 
     @cached_property
     def settings(self) -> dict[str, Any]:
-        """All that the run was told, by the path of the argument: of its configuration, else of ``hparams.yaml``."""
+        """All settings by the path of the argument: of the configuration, else of ``hparams.yaml``."""
         found: dict[str, Any] = {}
 
         def walk(value: Any, path: str) -> None:
@@ -152,89 +178,31 @@ class Run:
 
 
 def printable(text: str) -> str:
-    """Return a text without what a terminal, a page or a font takes for something else than a letter."""
+    """A text without characters that a terminal, a page or a font would not show as they are."""
     return "".join(letter if letter.isprintable() else "\ufffd" for letter in text)
 
 
-def read_run(folder: Path) -> Run:
-    """Read the ``metrics.csv`` of one run folder, without what is no number in it.
-
-    A run folder may come from anyone. One whose file is none of a `CSVLogger`'s, or has more figures than any run, is
-    one without rounds.
-    """
-    rounds: dict[int, dict[str, float]] = {}
-    held = 0
-    try:
-        with open(folder / "metrics.csv", newline="", errors="replace") as file:
-            for row in csv.DictReader(_lines(file)):
-                epoch = as_number(row.pop("epoch", None))
-                if epoch is not None and 0 <= epoch < _MOST_ROUNDS:
-                    found = {key: as_number(value) for key, value in row.items() if key is not None}
-                    figures = rounds.setdefault(int(epoch), {})
-                    held -= len(figures)
-                    figures.update({key: value for key, value in found.items() if value is not None})
-                    held += len(figures)
-                    if held > _MOST_FIGURES:
-                        raise csv.Error(f"more than {_MOST_FIGURES:,} figures")
-    except (OSError, csv.Error):
-        rounds.clear()
-    return Run(folder, dict(sorted(rounds.items())))
-
-
-def _names(figures: dict[str, float]) -> set[str]:
-    # CSVLogger writes the step beside all figures.
-    return set(figures) - {"step"}
-
-
-def _is_of_a_round(name: str) -> bool:
-    return name.startswith(("comm/", "federated/"))
-
-
-def run_figures(run: Run) -> dict[str, str | float]:
-    """Return what a model card says of a run, by name: its method, rounds, clients, bytes and last values."""
-    found: dict[str, str | float] = {}
-    algorithm = found_in(run.config, "federated", "algorithm")
-    if algorithm is not None:
-        found["algorithm"] = printable(describe(algorithm))
-    if run.rounds:
-        found["rounds"] = run.count
-    for name, fact in (
-        ("samples", "samples of a client (least, median, most)"),
-        ("ranks", "ranks"),
-    ):
-        if name in run.facts:
-            found[fact] = ", ".join(f"{each:g}" for each in run.facts[name])
-    if run.seconds is not None:
-        found["seconds"] = f"{run.seconds:g}"
-    if run.software:
-        found["made with"] = ", ".join(f"{name} {version}" for name, version in run.software.items())
-    names = dict.fromkeys(name for figures in run.rounds.values() for name in figures)
-    for name in names:
-        value = run.last(name)
-        bytes_moved = name.startswith("comm/total_") or name == "comm/ratio"
-        if value is not None and (bytes_moved or name.startswith(("val_", "test_"))):
-            found[printable(name)] = int(value) if float(value).is_integer() else value
-    return found
-
-
-def _lines(file: TextIO) -> Iterator[str]:
-    """Yield a file's lines, and refuse one that is longer than any header."""
-    while line := file.readline(_LONGEST_LINE):
-        if len(line) == _LONGEST_LINE:
-            raise csv.Error(f"a line of more than {_LONGEST_LINE:,} letters")
-        yield line
-
-
 def as_number(text: Any) -> float | None:
-    """Return a text as a number, ``None`` where it is none."""
+    """A text as a number, ``None`` if it is none."""
     try:
         return float(text)
     except (TypeError, ValueError):
         return None
 
 
+def mean_and_deviation(values: Any) -> tuple[Any, Any]:
+    """The mean and the sample standard deviation (n − 1) of two or more values, over the first axis of an array."""
+    # A run that diverged makes both figures not a number. The table shows that, so NumPy need not warn.
+    with np.errstate(invalid="ignore", over="ignore"):
+        mean, deviation = np.mean(values, axis=0), np.std(values, axis=0, ddof=1)
+    return (mean, deviation) if np.ndim(mean) else (float(mean), float(deviation))
+
+
+# Reading
+
+
 def find_runs(paths: Sequence[Path]) -> list[Run]:
-    """Find every run in ``paths``, which are run folders or hold some.
+    """Every run in ``paths``, which are run folders or hold some.
 
     Raises:
         MisconfigurationException: If a path holds no run.
@@ -249,6 +217,203 @@ def find_runs(paths: Sequence[Path]) -> list[Run]:
             )
         folders += [folder for folder in found if folder not in folders]
     return [read_run(folder) for folder in folders]
+
+
+def read_run(folder: Path) -> Run:
+    """The run of a folder, by the columns of its ``metrics.csv``. Cells that are no number are left out.
+
+    A run folder may come from anyone. A file that is none of a `CSVLogger`'s, or is larger than any run's, makes a run
+    without rounds, whose ``problem`` says why.
+    """
+    try:
+        with open(folder / "metrics.csv", newline="", errors="replace") as file:
+            columns = _read_columns(file)
+    except (OSError, csv.Error) as error:
+        return Run(folder, problem=str(error))
+    epoch = columns.pop("epoch", _NOTHING)
+    known = (epoch.values >= 0) & (epoch.values < _MOST_ROUNDS)
+    epochs = np.full(int(epoch.rounds[known].max(initial=-1)) + 1, -1)
+    epochs[epoch.rounds[known]] = epoch.values[known]
+    within = {}
+    for name, (rows, values) in columns.items():
+        chosen = rows < len(epochs)
+        chosen[chosen] = epochs[rows[chosen]] >= 0
+        within[name] = rows[chosen], values[chosen]
+    end = _end_of_fit({name: rows for name, (rows, _) in within.items() if name != "step" and len(rows)}, epochs)
+    parts: tuple[dict[str, Series], dict[str, Series]] = ({}, {})
+    for name, (rows, values) in within.items():
+        for part, chosen in zip(parts, (rows < end, rows >= end), strict=True):
+            if chosen.any():
+                part[name] = _last_of_each(epochs[rows[chosen]], values[chosen])
+    of_rounds = [each.rounds for name, each in parts[0].items() if name.startswith(_OF_A_ROUND)]
+    made = of_rounds[0] if of_rounds else np.unique(epochs[:end][epochs[:end] >= 0])
+    for each in of_rounds[1:]:
+        made = made if np.array_equal(made, each) else np.union1d(made, each)
+    return Run(folder, parts[0], made, parts[1])
+
+
+def _read_columns(file: TextIO) -> dict[str, Series]:
+    """The numbers of each column of a CSV file, and the numbers of their rows."""
+    reader = csv.reader(_lines(file))
+    header = next(reader, [])
+    width = len(header)
+    if width > _MOST_COLUMNS:
+        raise csv.Error(f"more than {_MOST_COLUMNS:,} columns")
+    found: list[list[Series]] = [[] for _ in header]
+    begin = 0
+    # By column and not by row: a million rows of dictionaries take minutes and gigabytes.
+    while width and (rows := list(itertools.islice(reader, max(1, _CELLS_AT_ONCE // width)))):
+        rows = [row if len(row) == width else (row + [""] * width)[:width] for row in rows]
+        for parts, texts in zip(found, zip(*rows, strict=True), strict=True):
+            parts.append(_numbers(texts, begin))
+        begin += len(rows)
+        if begin * width > _MOST_CELLS:
+            raise csv.Error(f"more than {_MOST_CELLS:,} figures")
+    columns = {}
+    for name, parts in zip(header, found, strict=True):
+        columns[name] = Series(*map(np.concatenate, zip(*parts, strict=True))) if parts else _NOTHING
+    return columns
+
+
+def _numbers(texts: Sequence[str], begin: int) -> Series:
+    filled = np.fromiter(map(bool, texts), bool, len(texts))
+    try:
+        values = np.fromiter(map(float, filter(None, texts)), float)
+    except ValueError:
+        numbers = [as_number(text) for text in texts]
+        filled = np.array([number is not None for number in numbers])
+        values = np.array([number for number in numbers if number is not None], float)
+    return Series(np.flatnonzero(filled) + begin, values)
+
+
+def _lines(file: TextIO) -> Iterator[str]:
+    """The lines of a file, none of them longer than any header."""
+    while line := file.readline(_LONGEST_LINE):
+        if len(line) == _LONGEST_LINE:
+            raise csv.Error(f"a line of more than {_LONGEST_LINE:,} letters")
+        yield line
+
+
+def _last_of_each(rounds: np.ndarray, values: np.ndarray) -> Series:
+    """The last value of each round, by the rounds' numbers."""
+    if (np.diff(rounds) > 0).all():
+        return Series(rounds, values)
+    numbers, places = np.unique(rounds[::-1], return_index=True)
+    return Series(numbers, values[::-1][places])
+
+
+def _end_of_fit(rows: Mapping[str, np.ndarray], epochs: np.ndarray) -> int:
+    """The first row of an evaluation after the fit, such as ``trainer.validate(ckpt_path="best")`` appends.
+
+    Its epoch is another one than the last round's. A federated run logs figures of its own in each round; in other runs
+    an evaluation has ``val_…`` and ``test_…`` alone, and every other epoch has some ``train…`` too.
+    """
+    federated = any(name.startswith(_OF_A_ROUND) for name in rows)
+    made = [each for name, each in rows.items() if name.startswith(_OF_A_ROUND if federated else "train")]
+    last = max((int(each[-1]) for each in made), default=len(epochs))
+    behind = np.flatnonzero((epochs[last + 1 :] >= 0) & (epochs[last + 1 :] != epochs[last : last + 1])) + last + 1
+    if federated or not len(behind):
+        return int(behind[0]) if len(behind) else len(epochs)
+    begin = int(behind[0])
+    names = [name for name, each in rows.items() if each[-1] >= begin]
+    alone = names and all(name.startswith(("val_", "test_")) for name in names) and len(set(epochs[behind])) == 1
+    trained = np.concatenate([epochs[each] for each in made])
+    return begin if alone and {*epochs[:begin]} <= {*trained, -1} else len(epochs)
+
+
+def curve(group: Sequence[Run], against: str | None, metric: str) -> np.ndarray:
+    """Points of ``metric`` against rounds, or against another figure, for rounds in which all runs logged both.
+
+    Returns:
+        The place, the value, and the value's standard deviation over the runs, ``[points, 3]``. Means, of several runs.
+    """
+    columns = [run.column(name) for run in group for name in (metric, against or metric)]
+    rounds = columns[0].rounds
+    for each in columns[1:]:
+        rounds = np.intersect1d(rounds, each.rounds, assume_unique=True)
+    values = [each.values[np.searchsorted(each.rounds, rounds)] for each in columns]
+    with np.errstate(over="ignore", invalid="ignore"):
+        x = rounds + 1.0 if against is None else np.mean(values[1::2], axis=0)
+    y, spread = (values[0], np.zeros(len(rounds))) if len(group) == 1 else mean_and_deviation(values[::2])
+    return np.stack([x, y, spread], axis=1)
+
+
+def _load_config(file: Path) -> dict[str, Any]:
+    """The content of a YAML file; empty if it holds no configuration that can be read.
+
+    Aliases may make a small file one of any size: its whole size is counted before it is built.
+    """
+    try:
+        if not file.is_file() or file.stat().st_size > _LARGEST_CONFIG:
+            return {}
+        text = file.read_text()
+        # The scanner's time grows with the square of the depth.
+        depth = itertools.accumulate({"[": 1, "{": 1, "]": -1, "}": -1}.get(letter, 0) for letter in text)
+        if max(depth, default=0) > _DEEPEST:
+            return {}
+        loader = yaml.SafeLoader(text)
+        try:
+            node = loader.get_single_node()
+            if node is None or _expanded(node, {}) > _MOST_NODES:
+                return {}
+            config = loader.construct_document(node)
+            # A number may have more digits than Python writes.
+            json.dumps(config, default=str)
+        finally:
+            loader.dispose()
+    # Constructors of YAML raise errors of many kinds: a ValueError for a date, an IndexError for an empty number.
+    except (OSError, ArithmeticError, LookupError, TypeError, ValueError, RecursionError, yaml.YAMLError):
+        return {}
+    return config if isinstance(config, dict) else {}
+
+
+def _expanded(node: yaml.Node, known: dict[int, float]) -> float:
+    """The number of nodes with each alias written out; infinite if one contains itself."""
+    if id(node) not in known:
+        known[id(node)] = math.inf
+        parts = node.value if isinstance(node, yaml.CollectionNode) else []
+        parts = [part for pair in parts for part in pair] if isinstance(node, yaml.MappingNode) else parts
+        # A long text that is repeated counts by its length.
+        own = 1 + len(node.value) // 64 if isinstance(node, yaml.ScalarNode) else 1
+        known[id(node)] = own + sum(_expanded(part, known) for part in parts)
+    return known[id(node)]
+
+
+def monitors(runs: Iterable[Run]) -> list[Monitor]:
+    """The figures that callbacks of the runs' configurations monitor."""
+    found = set()
+    for run in runs:
+        callbacks = found_in(run.config, "trainer", "callbacks")
+        for callback in callbacks if isinstance(callbacks, list) else [callbacks]:
+            monitor, mode = (found_in(callback, name) for name in ("monitor", "mode"))
+            if monitor and mode in ("min", "max") and "class_path" in callback:
+                found.add(Monitor(str(callback["class_path"]).rpartition(".")[2], str(monitor), mode))
+    return sorted(found)
+
+
+def run_figures(run: Run) -> dict[str, str | float]:
+    """The lines of a model card by name: a run's method, rounds, clients, bytes and last values."""
+    found: dict[str, str | float] = {}
+    algorithm = found_in(run.config, "federated", "algorithm")
+    if algorithm is not None:
+        found["algorithm"] = printable(describe(algorithm))
+    if run.count:
+        found["rounds"] = run.count
+    for name, fact in (("samples", "samples of a client (least, median, most)"), ("ranks", "ranks")):
+        if name in run.facts:
+            found[fact] = ", ".join(f"{each:g}" for each in run.facts[name])
+    if run.seconds is not None:
+        found["seconds"] = f"{run.seconds:g}"
+    if run.software:
+        found["made with"] = ", ".join(f"{name} {version}" for name, version in run.software.items())
+    for name in dict.fromkeys((*run.figures, *run.evaluated)):
+        value = run.last(name)
+        if value is not None and name.startswith(("comm/total_", "comm/ratio", "val_", "test_")):
+            found[printable(name)] = int(value) if value.is_integer() else value
+    return found
+
+
+# Seeds
 
 
 def group_by_seed(runs: Sequence[Run]) -> list[list[Run]]:
@@ -269,31 +434,28 @@ def group_by_seed(runs: Sequence[Run]) -> list[list[Run]]:
     alike: dict[str, list[_Configured]] = {}
     groups: list[list[Run]] = []
     for run in runs:
-        configured = _read_config(run)
+        configured = _without_seed(run)
         if configured is None:
             groups.append([run])
         else:
             alike.setdefault(configured.rest, []).append(configured)
     for similar in alike.values():
         following = {path for path in similar[0].seeds if all(one.seeds[path] in (None, one.seed) for one in similar)}
-        kinds: dict[str, list[_Configured]] = {}
+        kinds: dict[str, dict[int, list[Run]]] = {}
         for one in similar:
             own = {path: value for path, value in one.seeds.items() if path not in following}
-            kinds.setdefault(json.dumps(own, sort_keys=True), []).append(one)
-        for kind in kinds.values():
-            by_seed: dict[Any, list[Run]] = {}
-            for one in kind:
-                by_seed.setdefault(one.seed, []).append(one.run)
+            by_seed = kinds.setdefault(json.dumps(own, sort_keys=True), {})
+            by_seed.setdefault(one.seed, []).append(one.run)
+        for by_seed in kinds.values():
             for repeats in by_seed.values():
-                repeats.sort(key=lambda run: max(run.rounds, default=-1))
+                repeats.sort(key=lambda run: run.count)
             while any(by_seed.values()):
                 groups.append([by_seed[seed].pop() for seed in sorted(by_seed) if by_seed[seed]])
     place = {id(run): number for number, run in enumerate(runs)}
     return sorted(groups, key=lambda group: min(place[id(run)] for run in group))
 
 
-@dataclass
-class _Configured:
+class _Configured(NamedTuple):
     """A run with its seed, other arguments that are seeds by their path, and all else of its configuration as JSON."""
 
     run: Run
@@ -302,77 +464,17 @@ class _Configured:
     rest: str
 
 
-def _load_config(file: Path) -> dict[str, Any]:
-    """Return what a YAML file says; empty where it holds no configuration that can be read.
-
-    Aliases may make a small file one of any size: what it comes to is counted before it is made.
-    """
-    try:
-        if not file.is_file() or file.stat().st_size > _LARGEST_CONFIG:
-            return {}
-        text = file.read_text()
-        # The scanner's time grows with the square of the depth.
-        depth = itertools.accumulate({"[": 1, "{": 1, "]": -1, "}": -1}.get(letter, 0) for letter in text)
-        if max(depth, default=0) > _DEEPEST:
-            return {}
-        loader = yaml.SafeLoader(text)
-        try:
-            node = loader.get_single_node()
-            if node is None or _expanded(node, {}) > _MOST_NODES:
-                return {}
-            config = loader.construct_document(node)
-            # A number may have more digits than Python writes.
-            json.dumps(config, default=str)
-        finally:
-            loader.dispose()
-    # Its constructors raise whatever they stumble over: a ValueError for a date, an IndexError for an empty number.
-    except (OSError, ArithmeticError, LookupError, TypeError, ValueError, RecursionError, yaml.YAMLError):
-        return {}
-    return config if isinstance(config, dict) else {}
-
-
-def _expanded(node: yaml.Node, known: dict[int, float]) -> float:
-    """Return how many nodes there are if each alias is written out; infinite where one contains itself."""
-    if id(node) not in known:
-        known[id(node)] = math.inf
-        parts: list[yaml.Node] = []
-        if isinstance(node, yaml.MappingNode):
-            parts = [part for pair in node.value for part in pair]
-        elif isinstance(node, yaml.SequenceNode):
-            parts = node.value
-        # A long text that is repeated counts by its length.
-        own = 1 + len(node.value) // 64 if isinstance(node, yaml.ScalarNode) else 1
-        known[id(node)] = own + sum(_expanded(part, known) for part in parts)
-    return known[id(node)]
-
-
-def monitors(runs: Iterable[Run]) -> list[Monitor]:
-    """Return what the callbacks of runs' configurations monitor."""
-    found = set()
-    for run in runs:
-        trainer = run.config.get("trainer")
-        callbacks = trainer.get("callbacks") if isinstance(trainer, dict) else None
-        for callback in callbacks if isinstance(callbacks, list) else [callbacks]:
-            if not isinstance(callback, dict):
-                continue
-            given = callback.get("init_args")
-            if isinstance(given, dict) and given.get("monitor") and given.get("mode") in ("min", "max"):
-                owner = str(callback.get("class_path")).rpartition(".")[2]
-                found.add(Monitor(owner, str(given["monitor"]), given["mode"]))
-    return sorted(found)
-
-
-def _read_config(run: Run) -> _Configured | None:
+def _without_seed(run: Run) -> _Configured | None:
     config = dict(run.config)
-    # Two runs without a seed cannot be told apart from repetitions.
+    # Two runs without a seed cannot be distinguished from repetitions.
     if type(config.get("seed_everything")) is not int:
         return None
     seed = config.pop("seed_everything")
     seeds: dict[str, Any] = {}
 
-    def without_seeds(value: Any, path: str, place: str) -> Any:
+    def rest(value: Any, path: str, place: str) -> Any:
         if isinstance(value, list):
-            return [without_seeds(each, f"{path}.{number}", place) for number, each in enumerate(value)]
+            return [rest(each, f"{path}.{number}", place) for number, each in enumerate(value)]
         if not isinstance(value, dict):
             return value
         kept = {}
@@ -383,20 +485,23 @@ def _read_config(run: Run) -> _Configured | None:
             if str(key) == "seed" or str(key).endswith("_seed"):
                 seeds[inner] = each
             else:
-                kept[str(key)] = without_seeds(each, inner, inner_place)
+                kept[str(key)] = rest(each, inner, inner_place)
         return kept
 
-    rest = without_seeds(config, "", "")
-    return _Configured(run, seed, seeds, json.dumps([rest, sorted(seeds)], sort_keys=True, default=str))
+    without = [rest(config, "", ""), sorted(seeds)]
+    return _Configured(run, seed, seeds, json.dumps(without, sort_keys=True, default=str))
+
+
+# Names
 
 
 def short_names(groups: Sequence[Sequence[Run]]) -> list[str]:
-    """Return a name for each group of runs, all of them different.
+    """A name for each group of runs, all of them different.
 
     A group is called by its folders, as far as they differ from other groups' folders, without Lightning's
     ``version_…``. Groups of the same folder are called by what differs in their configurations: by class names first,
-    and by no more settings than are needed to tell them apart. Those that no setting tells apart are called by their
-    seed, and those of the same seed are numbered.
+    and by no more settings than are needed to distinguish them. Groups that no setting distinguishes are called by
+    their seed, and groups of the same seed are numbered.
     """
     bases = [_common_parts(group) for group in groups]
     folders = _folder_names(list(dict.fromkeys(bases)))
@@ -405,8 +510,8 @@ def short_names(groups: Sequence[Sequence[Run]]) -> list[str]:
         members.setdefault(folders[base], []).append(number)
     names = [""] * len(groups)
     for folder, numbers in members.items():
-        for number, told in zip(numbers, _differences([groups[number] for number in numbers]), strict=True):
-            names[number] = folder if not told else told if len(members) == 1 else f"{folder} ({told})"
+        for number, words in zip(numbers, _differences([groups[number] for number in numbers]), strict=True):
+            names[number] = folder if not words else words if len(members) == 1 else f"{folder} ({words})"
     count = Counter(names)
     names = [printable(f"{name}{_seed(group) * (count[name] > 1)}") for name, group in zip(names, groups, strict=True)]
     count = Counter(names)
@@ -425,23 +530,31 @@ def _seed(group: Sequence[Run]) -> str:
 
 
 def found_in(config: Any, *names: str) -> Any:
-    """Return an argument of a configuration by its name, or ``None``; ``init_args`` between names are passed over."""
+    """An argument of a configuration by its name, or ``None``; ``init_args`` between names are passed over."""
     for name in names:
         inner = config.get("init_args", config) if isinstance(config, dict) else None
         config = inner.get(name) if isinstance(inner, dict) else None
     return config
 
 
-def describe(value: Any) -> str:
-    """Return an argument's value as it would be written in Python: ``Dirichlet(alpha=0.3)``; empty for none."""
+def describe(value: Any, depth: int = 0) -> str:
+    """An argument's value as it would be written in Python: ``Dirichlet(alpha=0.3)``; empty for none.
+
+    Args:
+        value: The value.
+        depth: How deep classes among a class's arguments are written with arguments of their own.
+    """
     if isinstance(value, list):
-        return _cut(", ".join(describe(part) for part in value[:_TOLD]), 3 * _LONGEST_WORD)
+        return _cut(", ".join(describe(part) for part in value[:_MOST_NAMED]), 3 * _LONGEST_WORD)
     if not isinstance(value, dict) or "class_path" not in value:
         return "" if value is None else _cut(str(value))
     given = value.get("init_args")
-    arguments = (
-        [f"{key}={_short(each)}" for key, each in given.items() if each is not None] if isinstance(given, dict) else []
-    )
+    given = given if isinstance(given, dict) else {}
+    arguments = [
+        f"{key}={describe(each, depth - 1) if depth else _short(each)}"
+        for key, each in given.items()
+        if each is not None
+    ]
     return _cut(f"{_short(value)}({', '.join(arguments)})", 3 * _LONGEST_WORD)
 
 
@@ -451,16 +564,13 @@ def _short(value: Any) -> str:
     return _cut(str(value))
 
 
-def told(path: str, value: Any) -> str:
-    """Return in short what an argument of a configuration is set to: ``FedAvg``, ``rank=4``."""
-    text = str(value)
-    if path.endswith("class_path"):
-        return _cut(text.rpartition(".")[2])
-    return f"{argument(path)}={_cut(text)}"
+def setting_text(path: str, value: Any) -> str:
+    """The value of a setting in short, by its path in a configuration: ``FedAvg``, ``4``."""
+    return _cut(str(value).rpartition(".")[2] if path.endswith("class_path") else str(value))
 
 
 def argument(path: str) -> str:
-    """Return an argument's own name, of its path in a configuration."""
+    """An argument's own name, of its path in a configuration."""
     names = [name for name in path.split(".") if name not in ("class_path", "init_args") and not name.isdigit()]
     return _cut(names[-1]) if names else path
 
@@ -470,13 +580,12 @@ def _cut(text: str, longest: int = _LONGEST_WORD) -> str:
 
 
 def differing(groups: Sequence[Sequence[Run]]) -> list[str]:
-    """Return the paths of the arguments that groups have otherwise than others, the most telling first."""
+    """The paths of the settings that differ between groups, the most telling first."""
     flat = [group[0].settings for group in groups]
-    paths = dict.fromkeys(path for each in flat for path in each)
     found = [
         path
-        for path in paths
-        if not path.startswith(_NOT_TOLD)
+        for path in dict.fromkeys(path for each in flat for path in each)
+        if not path.startswith(_NOT_NAMED)
         and not path.endswith(("seed", "dirpath"))
         and len({repr(each.get(path)) for each in flat}) > 1
     ]
@@ -485,9 +594,9 @@ def differing(groups: Sequence[Sequence[Run]]) -> list[str]:
 
 
 def _differences(groups: Sequence[Sequence[Run]]) -> list[str]:
-    """Return for each group, in short, what its configuration has otherwise than others, as far as it tells."""
+    """For each group, in short, the settings that distinguish it from the others."""
     flat = [group[0].settings for group in groups]
-    # That layers are converted at all, the class of their factors says.
+    # The class of the factors says that layers are converted at all.
     paths = [path for path in differing(groups) if path not in ("lowrank", "lowrank.class_path")]
     values = {path: [repr(each.get(path)) for each in flat] for path in paths}
     chosen: list[str] = []
@@ -496,8 +605,8 @@ def _differences(groups: Sequence[Sequence[Run]]) -> list[str]:
     def kinds(path: str) -> int:
         return len(set(zip(known, values[path], strict=True)))
 
-    while len(chosen) < _TOLD:
-        # What a class is given differs with it, so classes come first.
+    while len(chosen) < _MOST_NAMED:
+        # A class's arguments differ with it, so classes come first.
         for candidates in ([path for path in paths if path.endswith("class_path")], paths):
             best = max(candidates, key=kinds, default=None)
             if best is not None and kinds(best) > len(set(known)):
@@ -513,32 +622,31 @@ def _differences(groups: Sequence[Sequence[Run]]) -> list[str]:
 def _words(settings: dict[str, Any], paths: Sequence[str]) -> str:
     given = [path for path in paths if settings.get(path) not in (None, [], {}, "")]
     if given:
-        return ", ".join(told(path, settings[path]) for path in given)
-    # Of a run whose settings are not there, it is not known what it lacks.
+        named = ["" if path.endswith("class_path") else f"{argument(path)}=" for path in given]
+        return ", ".join(name + setting_text(path, settings[path]) for name, path in zip(named, given, strict=True))
+    # Of a run without settings it is not known what it lacks.
     if not paths or not settings:
         return ""
     return "dense" if paths[0].startswith("lowrank") else f"no {argument(paths[0])}"
 
 
 def _folder_names(bases: Sequence[tuple[str, ...]]) -> dict[tuple[str, ...], str]:
-    """Return the ends of paths as far as they differ, by path."""
-    parts = list(bases)
-    if len(parts) == 1:
-        return {bases[0]: parts[0][-1]}
-    while all(len(part) > 1 for part in parts) and len({part[0] for part in parts}) == 1:
-        parts = [part[1:] for part in parts]
-    while all(len(part) > 1 for part in parts) and len({part[-1] for part in parts}) == 1:
-        parts = [part[:-1] for part in parts]
-    return {base: "/".join(part) for base, part in zip(bases, parts, strict=True)}
+    """The ends of paths as far as they differ, by path."""
+    if len(bases) == 1:
+        return {bases[0]: bases[0][-1]}
+    shortest = min(map(len, bases)) - 1
+    ahead = min(_shared(bases), shortest)
+    behind = min(_shared([base[::-1] for base in bases]), shortest - ahead)
+    return {base: "/".join(base[ahead : len(base) - behind]) for base in bases}
 
 
 def _shared(sequences: Sequence[Sequence[str]]) -> int:
-    """Return how many items all sequences begin with alike."""
+    """The number of items with which all sequences begin."""
     return sum(1 for _ in itertools.takewhile(lambda items: len(set(items)) == 1, zip(*sequences, strict=False)))
 
 
 def _common_parts(group: Sequence[Run]) -> tuple[str, ...]:
-    """Write several folders as one, with braces around what differs, as a shell would read them.
+    """Several folders as one path, with braces around their differences, as a shell would read them.
 
     Lightning's ``version_…`` are left out, for they say nothing of the runs.
     """
@@ -549,7 +657,7 @@ def _common_parts(group: Sequence[Run]) -> tuple[str, ...]:
     behind = _shared([part[ahead:][::-1] for part in parts])
     stop = len(parts[0]) - behind
     inner = ["/".join(part[ahead : len(part) - behind]) for part in parts]
-    # Where only a number differs, all of it stands in the braces.
+    # A number that differs is in the braces as a whole.
     start = inner[0][: _shared(inner)].rstrip("0123456789")
     braces = f"{start}{{{','.join(text[len(start) :] for text in inner)}}}"
     return (*parts[0][:ahead], braces, *parts[0][stop:])
@@ -557,10 +665,3 @@ def _common_parts(group: Sequence[Run]) -> tuple[str, ...]:
 
 def _without_version(folder: Path) -> tuple[str, ...]:
     return folder.parts[:-1] if _VERSION.fullmatch(folder.name) and len(folder.parts) > 1 else folder.parts
-
-
-def mean_and_deviation(values: Sequence[float]) -> tuple[float, float]:
-    """Return the mean and the sample standard deviation (n − 1) of two or more values."""
-    # A run that diverged makes both figures not a number. The table shows that, so NumPy need not warn.
-    with np.errstate(invalid="ignore", over="ignore"):
-        return float(np.mean(values)), float(np.std(values, ddof=1))

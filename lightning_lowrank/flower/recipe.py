@@ -22,9 +22,9 @@ from lightning.pytorch.callbacks import (
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
 from lightning_lowrank.callbacks import RoundProgress, StaticBatchNorm
+from lightning_lowrank.callbacks.round_pictures import RoundPictures
 from lightning_lowrank.cli.approval import check_reads_nothing, left_to_sites
 from lightning_lowrank.cli.parser import CLI_SETTINGS, BuiltCLI, LowRankCLI, RecipeParser
-from lightning_lowrank.cli.pictures import RoundPictures
 from lightning_lowrank.federated.loop import FederatedLoop
 from lightning_lowrank.federated.wire import Wire
 

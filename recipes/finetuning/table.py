@@ -125,7 +125,7 @@ class Table:
         words += ["--model.init_args.optimizer.init_args.lr", f"{rate:g}"]
         found, note = read_run(folder), folder / "made_by.txt"
         whole = found.last(row.metric) is not None or not judged
-        if found.rounds and max(found.rounds) + 1 >= rounds and whole:
+        if found.count >= rounds and whole:
             made_by = note.read_text().splitlines() if note.is_file() else []
             if made_by != words:
                 raise SystemExit(
@@ -204,8 +204,7 @@ class Table:
 
 
 def _bytes_of_a_round(run: Run) -> float:
-    last = max(run.rounds)
-    return run.rounds[last]["comm/total_bytes"] / (last + 1)
+    return (run.last("comm/total_bytes") or 0) / run.count
 
 
 def main(words: Sequence[str] | None = None) -> int:

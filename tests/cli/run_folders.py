@@ -9,8 +9,8 @@ from typing import Any
 import yaml
 from rich.console import Console
 
-from lightning_lowrank.cli import plots
 from lightning_lowrank.cli.report import report
+from lightning_lowrank.cli.runs import Run
 
 
 def write_run(folder: Path, rows: list[dict[str, Any]]) -> Path:
@@ -66,8 +66,17 @@ def configured(folder: Path, seed: Any, rows: list[dict[str, Any]], **more: Any)
     return folder
 
 
+def rounds_of(run: Run) -> dict[int, dict[str, float]]:
+    """The figures of a run's rounds, from 0."""
+    found: dict[int, dict[str, float]] = {int(number): {} for number in run.made}
+    for name in run.figures:
+        for number, value in run.series(name):
+            found.setdefault(number - 1, {})[name] = value
+    return found
+
+
 def table_of(output: Path) -> list[dict[str, str]]:
-    """Return the rows of ``report.md``'s table of figures by their columns' titles."""
+    """The rows of ``report.md``'s table of figures by their columns' titles."""
     figures, _, _ = (output / "report.md").read_text().partition("\n## ")
     header, _, *rows = (
         [cell.strip() for cell in line.strip().strip("|").split("|")]
@@ -78,14 +87,13 @@ def table_of(output: Path) -> list[dict[str, str]]:
 
 
 def draw_nothing(monkeypatch: Any) -> None:
-    """Leave out pictures, which take far longer than a table does: an empty file stands for each."""
+    """Leave out pictures, which take far longer than a table does: empty files stand for them."""
 
-    def write(curves: Any, across: Any, metric: str, file: Path, *more: Any) -> list[Path]:
-        file.touch()
-        return [file]
+    def draw(curves: Any, metric: str, *more: Any, **named: Any) -> dict[str, bytes]:
+        places = {"rounds": None, "bytes": "comm/total_bytes", "seconds": "system/seconds"}
+        return {name: b"" for name, against in places.items() if any(map(len, curves(metric, against).values()))}
 
-    monkeypatch.setattr(plots, "plot_curves", write)
-    monkeypatch.setattr(sys.modules[report.__module__], "draw_narrow", lambda *arguments: {})
+    monkeypatch.setattr(sys.modules[report.__module__], "draw", draw)
 
 
 def make_report(paths: list[Path], output: Path, **arguments: Any) -> tuple[list[dict[str, str]], str]:

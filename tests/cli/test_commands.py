@@ -24,7 +24,7 @@ from lightning_lowrank.data import Digits
 from lightning_lowrank.federated.state import copy_into, trained_tensors
 from lightning_lowrank.layers import low_rank_layers
 from lightning_lowrank.models import MLP, Classifier
-from tests.cli.run_folders import draw_nothing
+from tests.cli.run_folders import draw_nothing, rounds_of
 from tests.grids import each_of, nightly_except
 from tests.helpers import assert_same, weights
 
@@ -136,7 +136,7 @@ def loop_of(done: LowRankCLI) -> FederatedLoop:
 
 
 def metrics(folder: str) -> dict[int, dict[str, float]]:
-    return read_run(Path(folder)).rounds
+    return rounds_of(read_run(Path(folder)))
 
 
 def plain_module() -> Classifier:

@@ -21,6 +21,7 @@ from lightning_lowrank.cli import main
 from lightning_lowrank.cli.inspection import inspect_run, render
 from lightning_lowrank.cli.runs import read_run
 from lightning_lowrank.models import CNN4, MLP, Classifier
+from tests.cli.run_folders import rounds_of
 from tests.grids import each_of, nightly_except
 from tests.helpers import Data, Module, fit, network, trainer
 
@@ -162,7 +163,7 @@ def test_traffic_is_the_length_of_the_real_encoding(inspect, overlay):
 def test_traffic_is_what_the_ledger_of_a_real_fit_says(inspect, tmp_path):
     figures = inspect(*recipe("quickstart"))
     main(["fit", *recipe("quickstart"), "--trainer.max_epochs", "1", "--trainer.enable_progress_bar", "false"])
-    logged = read_run(tmp_path / "runs" / "quickstart" / "version_0").rounds[0]
+    logged = rounds_of(read_run(tmp_path / "runs" / "quickstart" / "version_0"))[0]
     assert logged["federated/clients"] == 10
     assert logged["comm/up_bytes"] == 10 * figures["traffic"]["up"]["bytes"]
     assert logged["comm/down_bytes"] == 10 * figures["traffic"]["down"]["bytes"]
@@ -176,7 +177,7 @@ def test_traffic_follows_the_buffer_policy(tmp_path, buffers):
     figures = inspect_run(Module(network(norm=nn.BatchNorm1d)), loop=loop())
     logger = CSVLogger(tmp_path, name="run")
     fit(trainer(tmp_path, loop(), max_epochs=1, logger=logger), Module(network(norm=nn.BatchNorm1d)), Data())
-    logged = read_run(Path(logger.log_dir)).rounds[0]
+    logged = rounds_of(read_run(Path(logger.log_dir)))[0]
     for direction, way in figures["traffic"].items():
         assert logged[f"comm/{direction}_bytes"] == 5 * way["bytes"]
         held_back = buffers == "local" or (buffers == "reset" and direction == "down")

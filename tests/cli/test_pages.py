@@ -6,11 +6,10 @@ import hashlib
 import re
 import statistics
 from html.parser import HTMLParser
-from pathlib import Path
 
 import pytest
 
-from lightning_lowrank.cli.pages import Column, Page, write_csv, write_html, write_latex, write_markdown
+from lightning_lowrank.cli.pages import Column, Page, Table
 from tests.cli.run_folders import configured, draw_nothing, make_report, rows_of, write_run
 
 HOSTILE = "</title><script>alert(1)</script>\"'><img src=x onerror=alert(1)>|\\input{/etc/passwd}$&\x1b\u202e\udcff"
@@ -46,17 +45,16 @@ class Parsed(HTMLParser):
         return [attributes for name, attributes in self.elements if name == tag]
 
 
-def hostile_page(folder: Path) -> Page:
-    picture = folder / "rounds.png"
-    picture.write_bytes(b"\x89PNG picture")
+def hostile_page() -> Page:
     columns = [Column("run", [HOSTILE, "=1+1"]), Column(HOSTILE, ["0.5", HOSTILE], {HOSTILE: [(0.5, 0.0), None]})]
-    settings = [Column("run", [HOSTILE, "=1+1"]), Column("method", ["@cmd", "-1"])]
-    return Page(HOSTILE, [HOSTILE], [HOSTILE], columns, settings, {HOSTILE: [HOSTILE], "b": ["x", "y"]}, [picture])
+    settings = [Column("run", [HOSTILE, "=1+1"]), Column("method", ["@cmd", "-1"]), Column("full-width", ["＝1", "1"])]
+    folders = Table([Column("run", [HOSTILE, "b"]), Column("folders", [HOSTILE, "x\ny"])])
+    tables = {"": Table(columns), "Settings": Table(settings), "Folders": folders, "Clients": Table()}
+    return Page(HOSTILE, [HOSTILE], [HOSTILE], tables, {"rounds": b"\x89PNG picture"})
 
 
-def test_a_page_holds_everything_and_lets_nothing_act(tmp_path):
-    page = hostile_page(tmp_path)
-    text = write_html(page, tmp_path / "report.html").read_text(encoding="utf-8")
+def test_a_page_holds_everything_and_lets_nothing_act():
+    text = hostile_page().html()
     parsed = Parsed(text)
     assert {tag for tag, _ in parsed.elements} == {
         *("html", "head", "meta", "title", "style", "body", "h1", "h2", "ul", "li", "div", "figure", "img", "br"),
@@ -79,48 +77,53 @@ def test_a_page_holds_everything_and_lets_nothing_act(tmp_path):
     assert shown.count(HOSTILE.replace("\x1b", "\ufffd").replace("\u202e", "\ufffd").replace("\udcff", "\ufffd")) >= 7
 
 
-def test_pictures_by_bytes_come_first_and_have_narrow_forms(tmp_path):
-    page = hostile_page(tmp_path)
-    page.pictures = [tmp_path / f"{name}.png" for name in ("rounds", "rounds_each", "bytes", "convergence")]
-    for picture in page.pictures:
-        picture.write_bytes(picture.stem.encode())
-    page.narrow = {"rounds": b"narrow rounds", "bytes": b"narrow bytes"}
-    parsed = Parsed(write_html(page, tmp_path / "report.html").read_text(encoding="utf-8"))
+def test_pictures_by_bytes_come_first_and_have_narrow_forms():
+    page = hostile_page()
+    names = ("rounds", "rounds_narrow", "rounds_each", "bytes", "bytes_narrow", "convergence")
+    page.pictures = {name: name.encode() for name in names}
+    parsed = Parsed(page.html())
 
     def held(attribute: str | None) -> str:
         return base64.b64decode(attribute.removeprefix("data:image/png;base64,")).decode()
 
     assert [held(image["src"]) for image in parsed.all("img")] == ["bytes", "rounds", "rounds_each", "convergence"]
-    assert [held(each["srcset"]) for each in parsed.all("source")] == ["narrow bytes", "narrow rounds"]
+    assert [held(each["srcset"]) for each in parsed.all("source")] == ["bytes_narrow", "rounds_narrow"]
     assert {each["media"] for each in parsed.all("source")} == {"(max-width: 40rem)"}
     assert [tag for tag, _ in parsed.elements if tag in ("figure", "picture")] == [
         *("figure", "picture", "figure", "picture", "figure", "figure")
     ]
 
 
-def test_a_figure_is_not_torn_from_its_deviation(tmp_path):
-    page = hostile_page(tmp_path)
-    page.results = [Column("run", ["a"]), Column("best (round)", ["0.5000 ± 0.1000 (2.5 ± 0.7)"])]
-    text = write_html(page, tmp_path / "report.html").read_text(encoding="utf-8")
-    assert "<td>0.5000&nbsp;±&nbsp;0.1000 (2.5&nbsp;±&nbsp;0.7)</td>" in text
+def test_a_figure_is_not_torn_from_its_deviation():
+    table = Table([Column("run", ["a"]), Column("best (round)", ["0.5000 ± 0.1000 (2.5 ± 0.7)"])])
+    assert "<td>0.5000&nbsp;±&nbsp;0.1000 (2.5&nbsp;±&nbsp;0.7)</td>" in table.html()
 
 
-def test_tables_of_other_formats_hold_no_markup_of_a_folders(tmp_path):
-    page = hostile_page(tmp_path)
-    markdown = write_markdown(page, tmp_path / "report.md").read_text(encoding="utf-8")
-    assert all(len(re.findall(r"(?<!\\)\|", line)) == 3 for line in markdown.splitlines() if line.startswith("|"))
+def test_numbers_are_aligned_to_the_right_in_every_form():
+    table = Table([Column("run", ["a", "long"]), Column("MB\nup", ["9.00", "10.00"], {"MB up": [(9, 0), (10, 0)]})])
+    assert table.text() == ["         MB", "run      up", "───────────", "a      9.00", "long  10.00"]
+    assert table.markdown().splitlines()[:3] == ["| run | MB up |", "| --- | ---: |", "| a | 9.00 |"]
+    assert "{lr}" in table.latex()
+    assert [attributes for tag, attributes in Parsed(table.html()).elements if tag == "td"][1] == {"class": "number"}
+
+
+def test_tables_of_other_formats_hold_no_markup_of_a_folders():
+    page = hostile_page()
+    markdown = page.markdown()
+    bars = [len(re.findall(r"(?<!\\)\|", line)) for line in markdown.splitlines() if line.startswith("|")]
+    assert bars == [3] * 4 + [4] * 4 + [3] * 4
     assert not re.search(r"(?<!\\)<", markdown)
-    latex = write_latex(page, tmp_path / "report.tex").read_text(encoding="utf-8")
+    latex = page.tables[""].latex()
     commands = set(re.findall(r"\\([A-Za-z]+)", latex.replace("% \\usepackage", "")))
     assert commands == {
         *("begin", "end", "toprule", "midrule", "bottomrule"),
         *("textless", "textgreater", "textquotedbl", "textbar", "textbackslash"),
     }
     assert not re.search(r"(?<!\\)[$#]", latex)
-    with open(write_csv(page, tmp_path / "report.csv"), newline="", encoding="utf-8") as file:
-        rows = list(csv.DictReader(file))
+    rows = list(csv.DictReader(Table([*page.tables[""], *page.tables["Settings"][1:]]).csv().splitlines()))
     assert [row["run"] for row in rows][1] == "'=1+1"
     assert [row["method"] for row in rows] == ["'@cmd", "'-1"]
+    assert [row["full-width"] for row in rows] == ["'＝1", "1"]
     assert not any("\x1b" in cell for row in rows for cell in row.values())
 
 
@@ -150,6 +153,8 @@ def test_the_page_says_what_runs_were_told_and_where_they_are(tmp_path, monkeypa
     draw_nothing(monkeypatch)
     dirichlet = {"class_path": "a.Dirichlet", "init_args": {"alpha": 0.5, "min_samples": None}}
     layers = {"init_args": {"factorization": {"class_path": "b.CP"}, "role": "update", "rank": 4, "decouple": True}}
+    network = {"class_path": "m.MLP", "init_args": {"hidden": [8]}}
+    sgd = {"class_path": "torch.optim.SGD", "init_args": {"lr": 0.25}}
     for number, lr in enumerate((0.1, 0.2)):
         configured(
             tmp_path / f"version_{number}",
@@ -160,6 +165,8 @@ def test_the_page_says_what_runs_were_told_and_where_they_are(tmp_path, monkeypa
             federated__uplink=[{"class_path": "c.TopK", "init_args": {"fraction": 0.1}}, {"class_path": "c.Half"}],
             lowrank=layers,
             data__lr=lr,
+            data__init_args__batch_size=16,
+            model={"class_path": "m.Classifier", "init_args": {"network": network, "optimizer": sgd}},
         )
     make_report([tmp_path], tmp_path / "out")
     page = Parsed((tmp_path / "out" / "report.html").read_text(encoding="utf-8"))
@@ -169,6 +176,9 @@ def test_the_page_says_what_runs_were_told_and_where_they_are(tmp_path, monkeypa
         "CP(), update, rank=4, decouple",
         "2 of 4",
         "TopK(fraction=0.1), Half()",
+        "Classifier(network=MLP(hidden=[8]), optimizer=SGD(lr=0.25))",
+        "Digits(batch_size=16, seed=0)",
+        "16",
         "0.2",
     ):
         assert cell in cells

@@ -65,7 +65,7 @@ def test_clients_are_shown_worst_first(tmp_path):
     (folder / "clients.csv").write_text("\n".join(["client,samples,personal/val_acc,global/val_acc", *lines, "odd\0,"]))
     (row,), _ = make_report([folder], tmp_path / "out")
     assert row["global val_acc"] == "0.5000"
-    text = (tmp_path / "out" / "report.md").read_text().partition("## Clients")[2]
+    text = (tmp_path / "out" / "report.md").read_text().partition("## Clients")[2].partition("##")[0]
     shown = [line.split(" | ")[1] for line in text.splitlines() if line.startswith("| dense")]
     # A client without the figure comes first.
     assert shown == ["odd\ufffd", *(f"1.{client}" for client in range(29, 10, -1))]
@@ -141,11 +141,32 @@ def test_seeds_of_one_configuration_are_one_row(tmp_path):
 
 def test_pictures_of_an_earlier_report_do_not_stay(tmp_path):
     write_run(tmp_path / "runs" / "a", [{"epoch": 0, "val_acc": 0.5}])
+    write_run(tmp_path / "dear" / "a", rows_of([0.5], 1, 1))
     (tmp_path / "out").mkdir()
-    for name in ("bytes.png", "seconds_each.png", "convergence.png", "own.png"):
-        (tmp_path / "out" / name).touch()
+    for name in ("seconds_each.png", "convergence.png", "own.png"):
+        (tmp_path / "out" / name).write_text("own")
+    for runs, pictures in (("dear", ["bytes.png", "rounds.png"]), ("runs", ["rounds.png"])):
+        make_report([tmp_path / runs], tmp_path / "out")
+        own = {"seconds_each.png", "convergence.png", "own.png"}
+        assert {file.name for file in (tmp_path / "out").glob("*.png")} == {*own, *pictures}
+    # A name in the list that is no file of the folder is not followed.
+    (tmp_path / "out" / ".report").write_text("../dear/a/metrics.csv\nreport.md\nrounds.png")
+    with pytest.raises(MisconfigurationException, match=r"report\.html"):
+        make_report([tmp_path / "runs"], tmp_path / "out")
+    for name in ("report.html", "report.csv", "report.tex"):
+        (tmp_path / "out" / name).unlink()
     make_report([tmp_path / "runs"], tmp_path / "out")
-    assert sorted(file.name for file in (tmp_path / "out").glob("*.png")) == ["own.png", "rounds.png"]
+    assert (tmp_path / "dear" / "a" / "metrics.csv").is_file()
+
+
+@pytest.mark.parametrize("name", ["bytes.png", "report.csv"])
+def test_files_that_no_report_wrote_are_not_replaced(tmp_path, name):
+    write_run(tmp_path / "runs" / "a", rows_of([0.5], 1, 1))
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / name).write_text("own")
+    with pytest.raises(MisconfigurationException, match=rf"{name}.*{tmp_path / 'out'}"):
+        make_report([tmp_path / "runs"], tmp_path / "out")
+    assert [file.read_text() for file in (tmp_path / "out").iterdir()] == ["own"]
 
 
 def test_wall_time_is_that_of_whole_fits(tmp_path):
@@ -191,7 +212,7 @@ def test_versions_are_told_where_runs_differ_in_them(tmp_path):
         ("a", {}),
     ):
         make_report([tmp_path / "runs" / name for name in names], tmp_path / names)
-        settings = (tmp_path / names / "report.md").read_text().partition("## Settings")[2]
+        settings = (tmp_path / names / "report.md").read_text().partition("## Settings")[2].partition("##")[0]
         rows = [[cell.strip() for cell in line.split("|")] for line in settings.splitlines() if line.startswith("|")]
         told = {cell.removesuffix(" of the run"): index for index, cell in enumerate(rows[0]) if "of the run" in cell}
         assert {name: [row[index] for row in rows[2:]] for name, index in told.items()} == expected
@@ -215,7 +236,8 @@ def test_rounds_and_bytes_to_a_target(tmp_path):
     assert [everyone[column] for column in columns] == ["1", "10.00", "–"]
     assert [none[column] for column in columns] == ["–", "–", "–"]
     # Of a group, all seeds have to reach it.
-    assert "val_acc 0.75 is reached with the fewest bytes by all (10 MB), with the fewest rounds by all (1)." in text
+    said = "val_acc 0.75 is reached with the fewest bytes by all (10 MB), with the fewest rounds by all (1)."
+    assert f"{said} Not reached by all seeds: none (0 of 1), some (2 of 3)." in text
     (row, *_), text = make_report([tmp_path / "runs"], tmp_path / "out", metric="val_loss", target=0.25)
     assert (row["rounds to 0.25"], row["MB to 0.25"]) == ("1", "10.00")
     _, text = make_report([tmp_path / "runs"], tmp_path / "out", target=0.99)
@@ -224,6 +246,32 @@ def test_rounds_and_bytes_to_a_target(tmp_path):
         report([tmp_path / "runs"], target=float("nan"), output=tmp_path / "out")
     with pytest.raises(MisconfigurationException, match=r"target=1\.0"):
         report([tmp_path / "runs"], metric="step", target=1.0, output=tmp_path / "out")
+
+
+def test_ties_and_targets_that_are_exactly_reached_are_said(tmp_path):
+    # As a float32 of 0.9 is logged.
+    reached = 0.8999999761581421
+    write_run(tmp_path / "runs" / "a", rows_of([0.1, reached], 1_000_000, 0))
+    write_run(tmp_path / "runs" / "b", rows_of([0.2, reached], 999_960_000, 0))
+    write_run(tmp_path / "runs" / "c", rows_of([reached - 1e-6], 1, 0))
+    rows, text = make_report([tmp_path / "runs"], tmp_path / "out", target=0.9)
+    assert [row["rounds to 0.9"] for row in rows] == ["2", "2", "–"]
+    assert "reached with the fewest bytes by a (2 MB), with the fewest rounds by a and b (2). Not" in text
+    assert "Best val_acc: a and b, 0.9000 each; next is c, 0.9000." in text
+    _, text = make_report([tmp_path / "runs" / "a", tmp_path / "runs" / "b"], tmp_path / "two", budget=999_960_000)
+    assert "within 1 GB up and down: a, 0.9000; next is b, 0.2000." in text
+
+
+def test_an_evaluation_after_the_fit_is_neither_last_nor_best(tmp_path):
+    rows = [*rows_of([0.05, 0.0833, 0.1111], 10, 10), {"epoch": 2, "step": 20, "train_loss": 0.5}]
+    evaluation = [{"epoch": 3, "step": 30, "val_acc": 0.3657, "val_loss": 0.2, "personal/val_acc": 0.9}]
+    run = write_run(tmp_path / "runs" / "a", [*rows, *evaluation, {"epoch": 3, "step": 30, "test_acc": 0.4}])
+    (row,), _ = make_report([run], tmp_path / "out", target=0.2)
+    assert (row["rounds"], row["last val_acc"], row["best (round) val_acc"]) == ("3", "0.1111", "0.1111 (3)")
+    assert row["rounds to 0.2"] == "–"
+    (row,), _ = make_report([run], tmp_path / "out", metric="test_acc")
+    assert row["last test_acc"] == "0.4000"
+    assert find_runs([run])[0].series("train_loss") == [(3, 0.5)]
 
 
 def test_the_best_method_for_a_budget(tmp_path):
@@ -440,9 +488,10 @@ def test_real_runs(tmp_path):
         figures = loops[row["run"]].ledger.figures()
         assert row["rounds"] == "2"
         assert row["last val_acc"] == f"{last[row['run']]:.4f}"
-        assert row["MB up"] == f"{figures['comm/total_up_bytes'] / 1e6:.2f}"
-        assert row["MB down"] == f"{figures['comm/total_down_bytes'] / 1e6:.2f}"
-        assert row["MB idle"] == f"{figures['comm/total_idle_down_bytes'] / 1e6:.2f}"
+        for way, column in (("up", "MB up"), ("down", "MB down"), ("idle_down", "MB idle")):
+            spent = figures[f"comm/total_{way}_bytes"] / 1e6
+            assert float(row[column]) == pytest.approx(spent, abs=0.005)
+            assert float(row[column]) > 0 or not spent
         assert row["of dense FedAvg"] == f"{figures['comm/ratio']:.2%}"
     assert rows[0]["of dense FedAvg"] == "100.00%"
     seconds = {run.folder.parent.name: run.facts["seconds"][0] for run in find_runs([tmp_path / "runs"])}

@@ -1,13 +1,16 @@
 """Runs read from folders whose numbers are known."""
 
+import re
+import tracemalloc
 from pathlib import Path
 
 import pytest
 import yaml
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
 from lightning_lowrank.cli.runs import find_runs, group_by_seed, monitors, run_figures, short_names
 from lightning_lowrank.facts import write_facts
-from tests.cli.run_folders import configured, rows_of, write_run
+from tests.cli.run_folders import configured, make_report, rounds_of, rows_of, write_run
 
 
 def grouped(root: Path) -> list[list[str]]:
@@ -204,7 +207,7 @@ def test_what_is_broken_of_a_run_is_left_out(tmp_path, written, rounds):
     (tmp_path / "metrics.csv").write_bytes(written)
     (tmp_path / "config.yaml").write_bytes(b"\xff\x00: [")
     (run,) = find_runs([tmp_path])
-    assert run.rounds == rounds
+    assert rounds_of(run) == rounds
     assert group_by_seed([run]) == [[run]]
     assert monitors([run]) == []
 
@@ -226,6 +229,36 @@ def test_an_evaluation_after_the_fit_is_no_round_and_the_seconds_are_of_all_roun
     plain = [{"epoch": number, "step": number, "val_acc": 0.5} for number in range(4)]
     write_run(tmp_path / "plain", plain)
     assert [run.count for run in find_runs([tmp_path])] == [4, 3]
+
+
+def test_a_large_file_is_read_by_column(tmp_path, monkeypatch):
+    def refuse(*arguments, **named):
+        pytest.fail("a dictionary for each row")
+
+    monkeypatch.setattr("csv.DictReader", refuse)
+    rounds = 30_000
+    text = "".join(f"{number},{10 * number},0.{number:05},\n{number},,,{number}\n" for number in range(rounds))
+    (tmp_path / "metrics.csv").write_text(f"epoch,step,val_acc,comm/total_bytes\n{text}")
+    tracemalloc.start()
+    (run,) = find_runs([tmp_path])
+    held, most = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert run.count == rounds
+    assert run.series("val_acc")[-1] == (rounds, 0.29999)
+    assert run.at("comm/total_bytes", 17) == 16
+    # A row of a dictionary alone has more than 200 bytes; two arrays have 16 bytes for each figure.
+    assert held < 4 * 16 * rounds + 100_000
+    assert most < 64e6
+
+
+def test_a_file_that_is_too_large_is_named_and_why(tmp_path, monkeypatch):
+    monkeypatch.setattr("lightning_lowrank.cli.runs._MOST_CELLS", 20)
+    write_run(tmp_path / "whole", [{"epoch": 0, "val_acc": 0.5}])
+    write_run(tmp_path / "large", [{"epoch": number, "val_acc": 0.5} for number in range(11)])
+    with pytest.raises(MisconfigurationException, match=r"large/metrics\.csv.*20 figures"):
+        make_report([tmp_path / "large"], tmp_path / "out")
+    _, text = make_report([tmp_path], tmp_path / "out")
+    assert re.search(r"large is left out.*20 figures", text)
 
 
 @pytest.mark.parametrize(

@@ -33,7 +33,7 @@ def stand_in(monkeypatch, name):
     from lightning.pytorch import loggers
 
     # It looks for loggers of the class itself.
-    import lightning_lowrank.cli.pictures  # noqa: F401
+    import lightning_lowrank.callbacks.round_pictures  # noqa: F401
 
     signature = inspect.signature(getattr(loggers, name))
 

@@ -1,17 +1,15 @@
-"""The report's pictures of one run, for loggers that show images.
-
-`RoundPictures` is a callback that collects a run's figures and has `lightning_lowrank.cli.plots` draw them.
-``lightning-lowrank fit`` adds it where TensorBoard, W&B or MLflow logs the run.
-"""
+"""`RoundPictures` gives loggers that show images the pictures of a report."""
 
 from __future__ import annotations
 
+import io
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
+import numpy as np
 from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.loggers import MLFlowLogger, TensorBoardLogger, WandbLogger
 from lightning.pytorch.utilities import rank_zero_warn
@@ -19,8 +17,6 @@ from lightning.pytorch.utilities import rank_zero_warn
 from lightning_lowrank.configuration import check_integer
 from lightning_lowrank.internals.lightning import NewFigures, check_namespace
 from lightning_lowrank.metric_direction import direction, judged_by, monitors_of
-
-_DRAWN = ("comm/total_bytes", "system/seconds", "convergence/R", "convergence/P", "convergence/Q")
 
 
 class RoundPictures(Callback):
@@ -30,9 +26,9 @@ class RoundPictures(Callback):
     of `ConvergenceMonitor`. TensorBoard and W&B show them as images called ``pictures/…``; MLflow has them among the
     run's artifacts. Other loggers get none. Two pictures take about half a second.
 
-    ``lightning-lowrank fit`` adds it where one of these loggers is configured, unless the recipe has one. A resumed run
-    draws the rounds before as well. Where several processes share a run, the first one draws. If a picture cannot be
-    drawn or logged, a warning says so, and training goes on without pictures.
+    ``lightning-lowrank fit`` adds it if one of these loggers is configured, unless the recipe has one. A resumed run
+    draws the rounds before as well. If several processes share a run, the first one draws. If a picture cannot be
+    drawn or logged, a warning says so, and training continues without pictures.
 
     Put it after `FederatedLoop` in the trainer's callbacks.
 
@@ -62,16 +58,19 @@ class RoundPictures(Callback):
         self._failed = False
 
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
-        """Forget an earlier fit."""
+        """Reset the state of a previous fit."""
         check_namespace(trainer, pl_module)
         if stage == "fit" and trainer.current_epoch == 0:
             self._rounds, self._metric, self._drawn, self._failed = {}, None, -1, False
 
     def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Take the round's figures, and draw where that is due."""
+        """Keep the round's figures, and draw if that is due."""
+        # It takes half a second to import.
+        from lightning_lowrank.plots import DRAWN
+
         logged, number = trainer.callback_metrics, trainer.current_epoch
         self._metric = judged_by(logged, self.monitor, monitors_of(trainer)) or self._metric
-        names = [*_DRAWN, *([self._metric] if self._metric else [])]
+        names = [*DRAWN, *([self._metric] if self._metric else [])]
         new = self._figures.take(logged)
         self._rounds[number] = {name: float(new[name]) for name in names if name in new}
         if self.every_n_rounds is not None and (number + 1) % self.every_n_rounds == 0:
@@ -82,68 +81,77 @@ class RoundPictures(Callback):
         self._draw(trainer)
 
     def _draw(self, trainer: pl.Trainer) -> None:
-        takers = [(logger, take) for logger in trainer.loggers for kind, take in _TAKERS if isinstance(logger, kind)]
+        senders = [(logger, send) for logger in trainer.loggers for kind, send in _SENDERS if isinstance(logger, kind)]
         last = max(self._rounds, default=-1)
-        if not takers or self._metric is None or last == self._drawn or self._failed or not trainer.is_global_zero:
+        if not senders or self._metric is None or last == self._drawn or self._failed or not trainer.is_global_zero:
             return
         self._drawn = last
         try:
-            with tempfile.TemporaryDirectory() as folder:
-                pictures = self._pictures(trainer, Path(folder))
-                for logger, take in takers:
-                    take(logger, pictures, trainer.global_step)
+            pictures = self._pictures(trainer)
+            for logger, send in senders:
+                send(logger, pictures, trainer.global_step)
         except Exception as error:
             # A server that does not answer must not cost the run.
             self._failed = True
             rank_zero_warn(f"RoundPictures draws no more pictures: {type(error).__name__}: {error}")
 
-    def _pictures(self, trainer: pl.Trainer, folder: Path) -> list[Path]:
-        from lightning_lowrank.cli.plots import draw
-        from lightning_lowrank.cli.runs import Run
+    def _pictures(self, trainer: pl.Trainer) -> dict[str, bytes]:
+        from lightning_lowrank.plots import draw
 
         assert self._metric is not None
         callbacks: list[Any] = trainer.callbacks  # type: ignore[attr-defined]
         names = [type(each.algorithm).__name__ for each in callbacks if each.state_key == "FederatedLoop"]
-        run = Run(folder, self._rounds)
-        higher = direction(self._metric, monitors=monitors_of(trainer))[0]
-        return draw({(*names, "this run")[0]: [run]}, self._metric, higher, folder)
+        return draw(
+            lambda metric, against: {(*names, "this run")[0]: self._curve(metric, against)},
+            self._metric,
+            direction(self._metric, monitors=monitors_of(trainer))[0],
+        )
+
+    def _curve(self, metric: str, against: str | None) -> np.ndarray:
+        points = [
+            (number + 1 if against is None else figures[against], figures[metric], 0)
+            for number, figures in sorted(self._rounds.items())
+            if metric in figures and (against is None or against in figures)
+        ]
+        return np.array(points, float).reshape(-1, 3)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the figures of the rounds so far."""
+        """The figures of the rounds so far."""
         return {"rounds": {number: dict(figures) for number, figures in self._rounds.items()}, "metric": self._metric}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Take `state_dict`'s result."""
+        """Restore `state_dict`'s result."""
         self._rounds, self._metric = dict(state_dict["rounds"]), state_dict["metric"]
 
 
-def _to_tensorboard(logger: TensorBoardLogger, pictures: Sequence[Path], step: int) -> None:
+def _to_tensorboard(logger: TensorBoardLogger, pictures: Mapping[str, bytes], step: int) -> None:
     from matplotlib.image import imread
 
-    for picture in pictures:
+    for name, png in pictures.items():
         # Without the layer of transparency, of which browsers make a dark ground.
-        pixels = imread(picture)[..., :3]
-        logger.experiment.add_image(f"pictures/{picture.stem}", pixels, step, dataformats="HWC")
+        pixels = imread(io.BytesIO(png))[..., :3]
+        logger.experiment.add_image(f"pictures/{name}", pixels, step, dataformats="HWC")
 
 
-def _to_wandb(logger: WandbLogger, pictures: Sequence[Path], step: int) -> None:
-    for picture in pictures:
-        logger.log_image(f"pictures/{picture.stem}", [str(picture)])
+def _to_files(log: Callable[[Any, str, str], None]) -> Callable[[Any, Mapping[str, bytes], int], None]:
+    def send(logger: Any, pictures: Mapping[str, bytes], step: int) -> None:
+        with tempfile.TemporaryDirectory() as folder:
+            for name, png in pictures.items():
+                file = Path(folder) / f"{name}.png"
+                file.write_bytes(png)
+                log(logger, f"pictures/{name}", str(file))
+
+    return send
 
 
-def _to_mlflow(logger: MLFlowLogger, pictures: Sequence[Path], step: int) -> None:
-    for picture in pictures:
-        logger.experiment.log_artifact(logger.run_id, str(picture), "pictures")
-
-
-_TAKERS: tuple[tuple[type, Callable[[Any, Sequence[Path], int], None]], ...] = (
+_SENDERS: tuple[tuple[type, Callable[[Any, Mapping[str, bytes], int], None]], ...] = (
     (TensorBoardLogger, _to_tensorboard),
-    (WandbLogger, _to_wandb),
-    (MLFlowLogger, _to_mlflow),
+    (WandbLogger, _to_files(lambda logger, name, file: logger.log_image(name, [file]))),
+    (MLFlowLogger, _to_files(lambda logger, _, file: logger.experiment.log_artifact(logger.run_id, file, "pictures"))),
 )
 
 
 def shows_pictures(logger: Any) -> bool:
-    """Return whether a logger, or one of several, shows images."""
+    """Whether a logger, or one of several, shows images."""
     loggers = logger if isinstance(logger, (list, tuple)) else [logger]
-    return any(isinstance(each, kind) for each in loggers for kind, _ in _TAKERS)
+    return any(isinstance(each, kind) for each in loggers for kind, _ in _SENDERS)

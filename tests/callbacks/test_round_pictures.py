@@ -10,6 +10,7 @@ from lightning.pytorch.loggers import CSVLogger, MLFlowLogger, TensorBoardLogger
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
+import lightning_lowrank.plots as plots
 from lightning_lowrank import (
     ConvergenceMonitor,
     FedAvg,
@@ -18,10 +19,9 @@ from lightning_lowrank import (
     LowRank,
     MatrixProduct,
     ProductSum,
+    RoundPictures,
 )
-from lightning_lowrank.cli import plots
 from lightning_lowrank.cli.parser import CLI_SETTINGS, LowRankCLI
-from lightning_lowrank.cli.pictures import RoundPictures
 from lightning_lowrank.cli.quiet import without_tips
 from lightning_lowrank.cli.runs import find_runs
 from lightning_lowrank.data import Digits
@@ -96,15 +96,15 @@ def recording(kind: type) -> tuple[Any, Recording]:
 @pytest.mark.slow
 def test_tensorboard_has_the_pictures_when_the_fit_has_ended(tmp_path, monkeypatch):
     drawn = []
-    one = plots.plot_curves
-    monkeypatch.setattr(plots, "plot_curves", lambda curves, *rest: drawn.append(curves) or one(curves, *rest))
+    one = plots._plot
+    monkeypatch.setattr(plots, "_plot", lambda curves, *rest: drawn.append(curves) or one(curves, *rest))
     logger = TensorBoardLogger(tmp_path, name="board")
     trainer = fit(tmp_path, [CSVLogger(tmp_path), logger])
     found = images(logger.log_dir)
     assert found.keys() == IMAGES
     assert all([each.step for each in of_tag] == [trainer.global_step] for of_tag in found.values())
     assert all(each.width > 500 and each.height > 300 for (each,) in found.values())
-    by_rounds, by_bytes = ([(point.x, point.y) for point in curves["FedAvg"]] for curves in drawn)
+    by_bytes, by_rounds = ([(x, y) for x, y, _ in curves["FedAvg"].tolist()] for curves in drawn)
     accuracy = trainer.callback_metrics["val_acc"].item()
     spent = trainer.callback_metrics["comm/total_bytes"].item()
     assert [x for x, _ in by_rounds] == [1, 2]
@@ -116,15 +116,16 @@ def test_tensorboard_has_the_pictures_when_the_fit_has_ended(tmp_path, monkeypat
 @pytest.mark.slow
 def test_a_round_without_validation_has_no_point(tmp_path, monkeypatch):
     drawn: list[Any] = []
-    monkeypatch.setattr(plots, "plot_curves", lambda curves, *rest: drawn.append(curves) or [])
-    monkeypatch.setattr(RoundPictures, "_draw", lambda self, trainer: self._pictures(trainer, tmp_path))
+    one = plots._plot
+    monkeypatch.setattr(plots, "_plot", lambda curves, *rest: drawn.append(curves) or one(curves, *rest))
+    monkeypatch.setattr(RoundPictures, "_draw", lambda self, trainer: self._pictures(trainer))
     trainer = trainer_of(tmp_path, CSVLogger(tmp_path), rounds=5, every=2)
     trainer.fit(Classifier(MLP(in_features=64, hidden=[8])), Digits())
-    by_rounds, by_bytes = (curves["FedAvg"] for curves in drawn)
-    assert [point.x for point in by_rounds] == [2, 4]
+    by_bytes, by_rounds = (curves["FedAvg"].tolist() for curves in drawn)
+    assert [x for x, _, _ in by_rounds] == [2, 4]
     (run,) = find_runs([tmp_path])
     spent, judged = dict(run.series("comm/total_bytes")), run.series("val_acc")
-    assert [(point.x, point.y) for point in by_bytes] == [
+    assert [(x, y) for x, y, _ in by_bytes] == [
         (pytest.approx(spent[number]), pytest.approx(value)) for number, value in judged
     ]
 
@@ -162,14 +163,14 @@ def test_pictures_every_few_rounds_and_once_at_the_end(tmp_path):
 @pytest.mark.nightly
 def test_a_resumed_run_draws_the_rounds_before(tmp_path, monkeypatch):
     drawn = []
-    one = plots.plot_curves
-    monkeypatch.setattr(plots, "plot_curves", lambda curves, *rest: drawn.append(curves) or one(curves, *rest))
+    one = plots._plot
+    monkeypatch.setattr(plots, "_plot", lambda curves, *rest: drawn.append(curves) or one(curves, *rest))
     first = fit(tmp_path, CSVLogger(tmp_path), rounds=2)
     file = tmp_path / "first.ckpt"
     first.save_checkpoint(file)
     assert not drawn
     fit(tmp_path, TensorBoardLogger(tmp_path, name="board"), rounds=3, ckpt=file)
-    assert [point.x for point in drawn[0]["FedAvg"]] == [1, 2, 3]
+    assert [x for x, _, _ in drawn[0]["FedAvg"].tolist()] == [1, 2, 3]
     # Lightning reads a checkpoint without running code of it.
     state = torch.load(file, weights_only=True)["callbacks"]["RoundPictures"]
     assert list(state["rounds"]) == [0, 1]
