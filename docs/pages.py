@@ -180,7 +180,7 @@ CLASSES = {
     "`federated.partition:`": ("federated", "Partition"),
     "`federated.uplink:` and `downlink:`, lists": ("compression", "Codec"),
     "`federated.aggregator:`": ("aggregation", "Aggregator"),
-    "`pre_aggregation` of robust rules": ("aggregation", "PreAggregation"),
+    "`before` of robust rules": ("aggregation", "PreAggregation"),
     "`federated.attackers:`": ("federated", "Attack"),
     "`federated.objective:`": ("federated", "Objective"),
     "`federated.privacy:`": ("federated", "ClientPrivacy"),

@@ -13,13 +13,14 @@ from lightning.pytorch.callbacks import Callback, RichProgressBar, TQDMProgressB
 from lightning.pytorch.callbacks.progress.tqdm_progress import Tqdm
 from lightning.pytorch.utilities import rank_zero_warn
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
-from rich import filesize, get_console
+from rich import get_console
 from rich.progress import BarColumn, Progress, TextColumn
 
 from lightning_lowrank.arguments import listed
 from lightning_lowrank.configuration import check_choice
 from lightning_lowrank.internals.lightning import NewFigures, check_namespace
 from lightning_lowrank.metric_direction import direction, judged_by, monitors_of
+from lightning_lowrank.units import bytes_text
 
 _Form = Literal["auto", "bar", "lines", "none"]
 _SECONDS = 0.25
@@ -229,7 +230,7 @@ class RoundProgress(Callback):
         return [] if plan is None else [_count(len(plan.clients) + len(plan.failed), "client")]
 
     def _bytes(self) -> str:
-        return filesize.decimal(int(self._loop.ledger.figures()["comm/total_bytes"]))
+        return bytes_text(self._loop.ledger.figures()["comm/total_bytes"], ".1f")
 
     def _figure(self, in_full: bool) -> list[str]:
         if "value" not in self._best:

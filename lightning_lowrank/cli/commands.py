@@ -1,6 +1,6 @@
 """The commands of ``lightning-lowrank``: one function each, which parses its own part of the command line.
 
-``fit --seeds 0 1 2`` makes one run for each seed. ``audit``, ``export``, ``flower``, ``push``, ``recipes`` and
+``fit --seeds 0 1 2`` makes one run for each seed. ``export``, ``flower``, ``push``, ``recipes`` and
 ``report`` need no model section.
 
 Each function imports what its command uses, after it has parsed its words: Lightning takes seconds to import, torch a
@@ -241,23 +241,6 @@ def _report(parser: argparse.ArgumentParser, words: list[str]) -> None:
     )
 
 
-def _audit(parser: argparse.ArgumentParser, words: list[str]) -> None:
-    parser.add_argument("log", type=Path, help="a site's audit log, audit_client_<number>.jsonl")
-    parser.add_argument("--after", default=None, help="last hash of an earlier reading, which must still be there")
-    parser.add_argument("--last", type=int, default=None, help="print only so many lines from the end")
-    options = parser.parse_args(words)
-    from lightning_lowrank.cli.audit import print_audit
-    from lightning_lowrank.configuration import misconfigured
-
-    try:
-        faults = print_audit(options.log, options.after, options.last)
-    except OSError as error:
-        raise misconfigured(f"{options.log} cannot be read: {error.strerror}") from error
-    if faults:
-        more = f", and {len(faults) - 5} more faults" if len(faults) > 5 else ""
-        raise misconfigured(f"{options.log} is not as a site wrote it: {'; '.join(faults[:5])}{more}.")
-
-
 def _bridge() -> Any:
     """Return the bridge to Flower, if that is installed."""
     from lightning_lowrank.configuration import misconfigured
@@ -347,7 +330,6 @@ _WITHOUT_MODEL: dict[str, tuple[Callable[[argparse.ArgumentParser, list[str]], N
         "Turn a checkpoint into dense weights that load into the unconverted module, or a PEFT adapter.",
     ),
     "push": (_push, "Upload an adapter folder to the Hugging Face hub, with a model card of the run's figures."),
-    "audit": (_audit, "Read and verify a site's audit log: every message that it was sent and has sent."),
     "report": (_report, "Compare runs: tables, and accuracy against rounds and bytes, on one page."),
     "recipes": (_recipes, "List the recipes that come with the package: `fit --config NAME` runs one."),
     "flower": (

@@ -27,6 +27,7 @@ from lightning_lowrank.federated.loop import FederatedLoop
 from lightning_lowrank.layers import LowRankLayer
 from lightning_lowrank.layers.survey import RECURRENT
 from lightning_lowrank.multiply_adds import COUNTED, multiply_adds
+from lightning_lowrank.units import percent
 
 
 def inspect_run(
@@ -163,7 +164,7 @@ def render(figures: dict[str, Any], console: Console) -> None:
     share = numbers["trainable"] / numbers["dense"] if numbers["dense"] else 0.0
     line(
         f"parameters: {numbers['dense']:,} dense, {numbers['model']:,} stored, {numbers['trainable']:,} trained"
-        f" ({share:.2%} of dense)"
+        f" ({percent(share)} of dense)"
     )
     for direction, way in figures["traffic"].items():
         line(

@@ -16,6 +16,8 @@ _PACKAGE = Path(__file__).parents[1]
 _PLACES = (_PACKAGE / "recipes", _PACKAGE.parent / "recipes")
 # Everything else is a configuration itself, a URL, or standard input, which jsonargparse reads.
 _NAME = re.compile(r"[\w.~][\w./\\~ -]*|/[\w./~ -]+")
+# Published figures, of which recipes/results.py makes a page.
+_NO_RECIPES = ("RESULTS",)
 _SIMILAR = 0.6
 _SHOWN = 3
 _WIDTH = 100
@@ -36,7 +38,8 @@ def folder() -> Path:
 def names() -> list[str]:
     """Return the names of all recipes, sorted: their paths below `folder`, without ``.yaml``."""
     root = folder()
-    return sorted(path.relative_to(root).with_suffix("").as_posix() for path in root.rglob("*.yaml"))
+    found = sorted(path.relative_to(root).with_suffix("").as_posix() for path in root.rglob("*.yaml"))
+    return [name for name in found if name not in _NO_RECIPES]
 
 
 def find(value: str) -> str:

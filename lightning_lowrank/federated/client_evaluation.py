@@ -74,14 +74,14 @@ def left_out(module: pl.LightningModule) -> list[str]:
 def figures(
     values: Mapping[int, float], name: str, higher_is_better: bool | None, model: str = "personal"
 ) -> dict[str, float]:
-    """Summarize clients' values: the mean, the worst tenth, and the spread.
+    """Summarize clients' values: the mean, the worst tenth, and the sample standard deviation (n − 1).
 
-    Each client has the same weight, whatever its number of samples. The worst tenth is rounded down to at least one
-    client, and left out where it is not known whether ``higher_is_better``. A value that is not a number is worse than
-    any number. ``model`` says whose figures they are.
+    A single client has no deviation. Each client has the same weight, whatever its number of samples. The worst tenth
+    is rounded down to at least one client, and left out where it is not known whether ``higher_is_better``. A value
+    that is not a number is worse than any number. ``model`` says whose figures they are.
 
     Example:
-        >>> figures({0: 0.5, 3: 1.0}, "val_acc", higher_is_better=True)
+        >>> figures({0: 0.5, 3: 1.0, 4: 0.75}, "val_acc", higher_is_better=True)
         {'personal/val_acc': 0.75, 'personal/val_acc_worst10': 0.5, 'personal/val_acc_std': 0.25}
     """
     numbers = np.fromiter(values.values(), np.float64, len(values))
@@ -92,7 +92,7 @@ def figures(
             sign = -1 if higher_is_better else 1
             worst = sign * np.sort(sign * numbers)[-max(1, len(numbers) // _WORST_OF) :]
             found[f"{model}/{name}_worst10"] = float(worst.mean())
-        return {**found, f"{model}/{name}_std": float(numbers.std())}
+        return found if len(numbers) < 2 else {**found, f"{model}/{name}_std": float(numbers.std(ddof=1))}
 
 
 class ClientEvaluation:

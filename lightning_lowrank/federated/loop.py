@@ -74,6 +74,7 @@ from lightning_lowrank.internals.lightning import (
 )
 from lightning_lowrank.internals.replaced import replaced
 from lightning_lowrank.layers import unmerge
+from lightning_lowrank.units import bytes_text, percent
 
 
 class FederatedLoop(FederatedSettings, Callback):
@@ -430,8 +431,9 @@ class FederatedLoop(FederatedSettings, Callback):
             plural = "" if trainer.current_epoch == 1 else "s"
             get_console().print(
                 f"after {trainer.current_epoch} round{plural}: {', '.join([*validated, ''])}"
-                f"{traffic['comm/total_up_bytes'] / 1e6:.2f} MB up, {traffic['comm/total_down_bytes'] / 1e6:.2f} MB"
-                f" down, {traffic['comm/ratio']:.2%} of dense FedAvg",
+                f"{bytes_text(traffic['comm/total_up_bytes'], '.2f')} up,"
+                f" {bytes_text(traffic['comm/total_down_bytes'], '.2f')} down,"
+                f" {percent(traffic['comm/ratio'])} of dense FedAvg",
                 highlight=False,
                 soft_wrap=True,
             )

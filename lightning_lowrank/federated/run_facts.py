@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import math
+import statistics
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -57,8 +58,8 @@ class RunFacts:
         if ranks:
             self._facts["ranks"] = [min(ranks), max(ranks)]
         if indices is not None:
-            sizes = indices.sizes
-            self._facts["samples"] = [int(each) for each in (sizes.min(), sizes.median(), sizes.max())]
+            sizes = indices.sizes.tolist()
+            self._facts["samples"] = [min(sizes), statistics.median(sizes), max(sizes)]
         self._write()
 
     def _write(self, seconds: float | None = None) -> None:

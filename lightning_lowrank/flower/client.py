@@ -20,8 +20,8 @@ from lightning.pytorch.utilities import rank_zero_warn
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
 from lightning_lowrank.cli.approval import read_own, state_folder
-from lightning_lowrank.cli.audit import AuditLog
 from lightning_lowrank.compression import DecodingError, Dense
+from lightning_lowrank.flower.audit import AuditLog
 from lightning_lowrank.flower.messages import JOIN, LISTEN, TRAIN, Fields, field_of, pack, unpack
 from lightning_lowrank.flower.policy import Policy, PolicyViolation
 from lightning_lowrank.flower.secure import read_request, write_answer
@@ -58,9 +58,9 @@ def client_app(recipe: str | Path) -> ClientApp:
     - ``policy``: the file of the site's `Policy`, YAML or TOML. It is read before each message. Beside it is the folder
       of the recipes that the site has approved, and it runs no other. Without it the site runs what the server sends.
     - ``audit-log``: the site's audit log, by default ``audit_client_<partition-id>.jsonl`` in ``state-dir``. It gets a
-      line for each message that was received, sent or refused; ``lightning-lowrank audit FILE`` reads it.
+      line of JSON for each message that was received, sent or refused.
 
-    An error of this site's is told to the server by its class, and by the number of the log's entry that has its text.
+    The server receives the class of an error at this site, and the identifier of the log's entry with its text.
 
     Args:
         recipe: The recipe's file.
@@ -94,8 +94,8 @@ def client_app(recipe: str | Path) -> ClientApp:
                 told = f"{type(error).__name__[:40]}: this site did not do it, and its log cannot be written"
                 with contextlib.suppress(OSError):
                     direction = "refused" if isinstance(error, PolicyViolation) else "failed"
-                    number = log.append(direction=direction, **about, reason=str(error))
-                    told = f"{told.partition(',')[0]}, and entry {number} of its log says why"[:most]
+                    identifier = log.append(direction=direction, **about, reason=str(error))
+                    told = f"{told.partition(',')[0]}, and entry {identifier} of its log says why"[:most]
                     entry = {"bytes": len(told.encode()), "digest": hashlib.sha256(told.encode()).hexdigest()}
                     log.append(direction="sent", **about, **entry)
                 return error_reply(message, told[:most])

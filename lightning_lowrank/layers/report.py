@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from lightning_lowrank.layers.recovery import LayerSpec
+from lightning_lowrank.units import percent
 
 
 @dataclass(frozen=True)
@@ -78,6 +79,6 @@ class Conversion:
         lines = ["  ".join(row).rstrip() for row in zip(*padded, strict=True)]
         lines.append(
             f"{self.trainable_parameters:,} of {self.dense_parameters:,} parameters are trained "
-            f"({self.ratio:.2%}), other parameters of the model included."
+            f"({percent(self.ratio)}), other parameters of the model included."
         )
         return "\n".join(lines)

@@ -677,15 +677,18 @@ def test_figures_over_clients(higher, count):
     found = figures({3 * client: float(value) for client, value in enumerate(values)}, name, higher)
     worst = max(1, count // 10)
     ordered = sorted(values.tolist(), reverse=not higher)
-    assert found.keys() == {f"personal/{name}", f"personal/{name}_worst10", f"personal/{name}_std"}
+    deviation = {f"personal/{name}_std"} if count > 1 else set()
+    assert found.keys() == {f"personal/{name}", f"personal/{name}_worst10", *deviation}
     assert found[f"personal/{name}"] == pytest.approx(sum(ordered) / count)
     assert found[f"personal/{name}_worst10"] == pytest.approx(sum(ordered[:worst]) / worst)
-    assert found[f"personal/{name}_std"] == pytest.approx(values.var(correction=0).sqrt().item())
+    if deviation:
+        assert found[f"personal/{name}_std"] == pytest.approx(values.var(correction=1).sqrt().item())
     assert all(type(value) is float for value in found.values())
 
 
 def test_no_worst_tenth_without_a_direction():
-    assert figures({0: 1.0, 1: 3.0}, "x", None) == {"personal/x": 2.0, "personal/x_std": 1.0}
+    assert figures({0: 1.0, 1: 3.0}, "x", None) == {"personal/x": 2.0, "personal/x_std": 2**0.5}
+    assert figures({0: 1.0}, "x", None) == {"personal/x": 1.0}
 
 
 @pytest.mark.parametrize("higher", [True, False])

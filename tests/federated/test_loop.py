@@ -489,9 +489,9 @@ def test_says_what_the_rounds_came_to(tmp_path, capsys):
     printed = " ".join(printed.split())
     assert "4 clients, 103 of 103 samples" in printed
     last = printed.split("after 3 rounds: ")[1]
-    megabytes = f"{6 * told.ledger.dense_bytes / 1e6:.2f} MB"
+    moved = f"{6 * told.ledger.dense_bytes / 1e3:.2f} kB"
     assert last.startswith("val_loss 0.")
-    assert last.endswith(f"{megabytes} up, {megabytes} down, 100.00% of dense FedAvg")
+    assert last.endswith(f"{moved} up, {moved} down, 100.00% of dense FedAvg")
 
 
 def test_frozen_parameters_stay_and_are_not_sent(tmp_path):

@@ -74,7 +74,7 @@ def test_on_the_validation_samples_of_its_labels(tmp_path, execution, algorithm)
     found = {name: value for name, value in fitted.callback_metrics.items() if name.startswith("personal/val_acc")}
     assert found["personal/val_acc"] == pytest.approx(float(expected.mean()))
     assert found["personal/val_acc_worst10"] == pytest.approx(float(expected.min()))
-    assert found["personal/val_acc_std"] == pytest.approx(float(expected.std(correction=0)))
+    assert found["personal/val_acc_std"] == pytest.approx(float(expected.std(correction=1)))
     if algorithm is LocalTraining:
         assert found["personal/val_acc"] > fitted.callback_metrics["val_acc"] + 0.1
     tested = fitted.test(module, Data(), verbose=False)
@@ -142,7 +142,7 @@ def test_on_its_own_test_samples(tmp_path, algorithm):
     for prefix, expected in (("personal", own), ("global", shared)):
         assert logged[f"{prefix}/val_acc"] == pytest.approx(float(expected.mean()))
         assert logged[f"{prefix}/val_acc_worst10"] == pytest.approx(float(expected.min()))
-        assert logged[f"{prefix}/val_acc_std"] == pytest.approx(float(expected.std(correction=0)))
+        assert logged[f"{prefix}/val_acc_std"] == pytest.approx(float(expected.std(correction=1)))
     assert own.equal(shared) == (algorithm is FedAvg)
     with open(tmp_path / "clients.csv", newline="") as file:
         table = {row["client"]: row for row in csv.DictReader(file)}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import warnings
 from collections.abc import Callable
@@ -13,7 +14,6 @@ import yaml
 from torch import nn
 
 from lightning_lowrank.cli.approval import Approvals
-from lightning_lowrank.cli.audit import read_audit
 from lightning_lowrank.flower.client import client_app
 from lightning_lowrank.flower.recipe import build
 from lightning_lowrank.flower.server import serve
@@ -103,10 +103,15 @@ def approve(folder: Path, recipe: Path, policy: str = "min_clients: 1\n") -> str
     return str(file)
 
 
+def entries_of(log: Path) -> list[dict[str, Any]]:
+    """The entries of an audit log."""
+    return [json.loads(line) for line in log.read_text().splitlines()]
+
+
 def reasons(folder: Path) -> list[str]:
-    """Return what the audit logs in a folder say of errors, which servers do not hear."""
+    """The errors in the audit logs of a folder, which servers do not hear."""
     logs = sorted(folder.rglob("audit_client_*.jsonl"))
-    return [entry["reason"] for log in logs for entry in read_audit(log).entries if "reason" in entry]
+    return [entry["reason"] for log in logs for entry in entries_of(log) if "reason" in entry]
 
 
 def run_on_sites(

