@@ -478,7 +478,9 @@ def answers(groups: Groups, goal: Goal) -> list[str]:
         if len(texts) == 1:
             return f"{texts[0]}."
         near = abs(order[0][1] - order[1][1]) <= max(order[0][2], order[1][2])
-        return "; next is ".join(texts) + ("; they are nearer than a standard deviation." if near else ".")
+        return f"; next {'are' if len(order[1][0]) > 1 else 'is'} ".join(texts) + (
+            "; they are nearer than a standard deviation." if near else "."
+        )
 
     sentences = []
     order = ranked(lambda run: (goal.best(run) or (0, None))[1], higher)
