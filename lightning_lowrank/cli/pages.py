@@ -25,7 +25,7 @@ h1 { font-size: 1.5rem; } h2 { font-size: 1.2rem; margin-top: 2rem; }
 table { border-collapse: collapse; font-size: .85rem; font-variant-numeric: tabular-nums; }
 th, td { padding: .25rem .45rem; border-bottom: 1px solid #ddd; text-align: left; vertical-align: top; }
 th { vertical-align: bottom; border-bottom: 2px solid #888; }
-td { overflow-wrap: anywhere; } .number { text-align: right; }
+td { overflow-wrap: anywhere; } .number { text-align: right; overflow-wrap: normal; }
 th:first-child, td:first-child { position: sticky; left: 0; background: #fff; min-width: 6rem; }
 figure { margin: 1rem 0; } img { display: block; width: 100%; max-width: 54rem; height: auto; }
 """

@@ -465,31 +465,18 @@ class _Configured(NamedTuple):
 
 
 def _without_seed(run: Run) -> _Configured | None:
-    config = dict(run.config)
+    seed = run.config.get("seed_everything")
     # Two runs without a seed cannot be distinguished from repetitions.
-    if type(config.get("seed_everything")) is not int:
+    if type(seed) is not int:
         return None
-    seed = config.pop("seed_everything")
     seeds: dict[str, Any] = {}
-
-    def rest(value: Any, path: str, place: str) -> Any:
-        if isinstance(value, list):
-            return [rest(each, f"{path}.{number}", place) for number, each in enumerate(value)]
-        if not isinstance(value, dict):
-            return value
-        kept = {}
-        for key, each in value.items():
-            inner, inner_place = f"{path}.{key}", f"{place}.{key}" if place else str(key)
-            if inner_place in _PLACES:
-                continue
-            if str(key) == "seed" or str(key).endswith("_seed"):
-                seeds[inner] = each
-            else:
-                kept[str(key)] = rest(each, inner, inner_place)
-        return kept
-
-    without = [rest(config, "", ""), sorted(seeds)]
-    return _Configured(run, seed, seeds, json.dumps(without, sort_keys=True, default=str))
+    rest: dict[str, Any] = {}
+    for path, value in run.settings.items():
+        names = [name for name in path.split(".") if not name.isdigit()]
+        if names == ["seed_everything"] or any(names[: place.count(".") + 1] == place.split(".") for place in _PLACES):
+            continue
+        (seeds if names and (names[-1] == "seed" or names[-1].endswith("_seed")) else rest)[path] = value
+    return _Configured(run, seed, seeds, json.dumps([rest, sorted(seeds)], sort_keys=True, default=str))
 
 
 # Names
