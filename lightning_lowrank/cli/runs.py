@@ -53,7 +53,7 @@ class Series(NamedTuple):
 _NOTHING = Series(np.empty(0, np.int64), np.empty(0))
 
 
-@dataclass
+@dataclass(eq=False)
 class Run:
     """A run's folder, and for each round (Lightning's epoch) the last value logged under each name.
 

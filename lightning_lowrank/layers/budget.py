@@ -14,6 +14,7 @@ from lightning_lowrank.layers.factorization import MatrixProduct
 from lightning_lowrank.layers.precision import widened
 from lightning_lowrank.layers.settings import LowRankSettings
 from lightning_lowrank.layers.survey import Candidate
+from lightning_lowrank.units import percent
 
 _AUTHORS_STEP = 0.001
 _NAMED = 3
@@ -160,9 +161,9 @@ class _Budget:
         unit = "bytes" if self.settings.budget_unit == "bytes" else "parameters"
         raise ValueError(
             f"budget={self.budget:.6g} cannot be met: it allows {int(allowed):,} of the dense model's "
-            f"{self.dense:,} {unit}, but {self.rest:,} ({self.rest / self.dense:.2%}) are trained "
+            f"{self.dense:,} {unit}, but {self.rest:,} ({percent(self.rest / self.dense)}) are trained "
             f"outside the {sum(self.counts.values())} layers to convert, and with rank 1 in each of those it is "
-            f"{floor:,} ({floor / self.dense:.2%}). {self._largest_outside()}Use a budget of at least {needed}, "
+            f"{floor:,} ({percent(floor / self.dense)}). {self._largest_outside()}Use a budget of at least {needed}, "
             "convert more layers, or set freeze_rest=True."
         )
 

@@ -9,7 +9,7 @@ import yaml
 from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
-from lightning_lowrank import FedAvg, FederatedLoop, FedMUD, LowRank, MatrixProduct
+from lightning_lowrank import Dirichlet, FedAvg, FederatedLoop, FedMUD, LowRank, MatrixProduct
 from lightning_lowrank.cli.report import parse_bytes, report
 from lightning_lowrank.cli.runs import find_runs
 from lightning_lowrank.facts import software, write_facts
@@ -474,7 +474,10 @@ def test_real_runs(tmp_path):
     loops = {}
     last = {}
     for name, algorithm in (("dense", FedAvg()), ("low", FedMUD())):
-        loops[name] = FederatedLoop(algorithm, clients=6, clients_per_round=2, seed=1, summary=False)
+        partition = Dirichlet(1.0, min_samples=5)
+        loops[name] = FederatedLoop(
+            algorithm, clients=6, partition=partition, clients_per_round=2, seed=1, summary=False
+        )
         converters: list[pl.Callback] = (
             [] if name == "dense" else [LowRank(MatrixProduct(), rank=1, skip=["last"], summary=False)]
         )
@@ -498,6 +501,7 @@ def test_real_runs(tmp_path):
     assert all(seconds[row["run"]] > 0 and row["wall s"] == f"{seconds[row['run']]:.1f}" for row in rows)
     settings = (tmp_path / "out" / "report.md").read_text().partition("## Settings")[2]
     sizes = loops["low"].indices.sizes.tolist()
+    assert statistics.median_low(sizes) < statistics.median_high(sizes)
     spread = [f"{each:g}" for each in (min(sizes), statistics.median(sizes), max(sizes))]
     trained = sum(each.numel() for each in low.parameters() if each.requires_grad)
     whole = sum(each.numel() for each in low.parameters())
