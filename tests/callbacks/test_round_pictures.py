@@ -170,7 +170,7 @@ def test_a_resumed_run_draws_the_rounds_before(tmp_path, monkeypatch):
     first.save_checkpoint(file)
     assert not drawn
     fit(tmp_path, TensorBoardLogger(tmp_path, name="board"), rounds=3, ckpt=file)
-    assert [x for x, _, _ in drawn[0]["FedAvg"].tolist()] == [1, 2, 3]
+    assert [x for x, _, _ in drawn[1]["FedAvg"].tolist()] == [1, 2, 3]
     # Lightning reads a checkpoint without running code of it.
     state = torch.load(file, weights_only=True)["callbacks"]["RoundPictures"]
     assert list(state["rounds"]) == [0, 1]

@@ -582,6 +582,7 @@ def test_report_is_dispatched_without_a_model(run, capsys):
     assert "runs " in printed
     assert f"{metrics('runs/version_0')[1]['val_acc']:.4f}" in printed
     assert sorted(path.name for path in Path("out").iterdir()) == [
+        ".report",
         "bytes.png",
         *(f"report.{kind}" for kind in ("csv", "html", "md", "tex")),
         "rounds.png",
