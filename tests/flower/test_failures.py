@@ -275,8 +275,13 @@ def test_settings_are_checked():
             "StaticBatchNorm",
         ),
         (
-            {"federated": {"algorithm": "FedMUD", "downlink": [{"class_path": "Half"}]}},
-            "FedMUD broadcasts a change of what every side holds",
+            {
+                "federated": {
+                    "algorithm": "FedMUD",
+                    "downlink": [{"class_path": "Half", "init_args": {"error_feedback": True}}],
+                }
+            },
+            "FedMUD announces changes of frozen weights",
         ),
     ],
 )
