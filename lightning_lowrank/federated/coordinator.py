@@ -324,6 +324,7 @@ class Coordinator:
         return {
             "stages": {stage.state_key: stage.state_dict() for stage in self.stages},
             "received": dict(self._received),
+            "failed": dict(self.failed),
         }
 
     def send_global_model(self, clients: Sequence[ClientInfo]) -> None:
@@ -569,7 +570,6 @@ class Coordinator:
                 for client in sorted({*states, *server.state.get("pairs", {})})
                 if not self.algorithm.has_whole_model(server, self.info(client), states.get(client, {}))
             ],
-            "failed": self.failed,
             # Those who share a round have them in another order.
             "answered": sorted(self.answered),
         }

@@ -48,6 +48,8 @@ def turn_of(*clients: int) -> Iterator[None]:
     """Raise a `ClientsFailed` for an error of what is the clients' own."""
     try:
         yield
+    except ClientsFailed:
+        raise
     except Exception as error:
         if not is_of_a_client(error):
             raise

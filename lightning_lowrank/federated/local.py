@@ -184,6 +184,10 @@ class LocalTraining(Untraced):
         self._turns.end_client()
         return trained
 
+    def forget_batches(self) -> None:
+        """Read from the open chunk's first batch on, for the chunk is not the one that was planned."""
+        self._batches = None
+
     def _next_batch(self) -> Any:
         if self._batches is None:
             self._batches = iter(self._data.loader)

@@ -227,7 +227,9 @@ class Rounds(Untraced):
         """Make a client begin, train it, and hand over what it sends; return whether the module ended the round."""
         local, ends_round = self._local, False
         try:
-            self._open(chunk)
+            chunk = self._open(chunk)
+            if not chunk.clients:
+                return False
             ends_round = local.train(chunk)
             self._data.randomness.close()
             if not local.stopped:
@@ -250,7 +252,12 @@ class Rounds(Untraced):
         self._end_chunk(self._local.made)
 
     def _give_up(self, clients: Sequence[int], error: Exception) -> None:
-        """Go on without the open client, which has failed."""
+        """Go on without the open clients, which have failed."""
+        self._let_go()
+        self._drop(clients, error, self.execution.before)
+
+    def _let_go(self) -> None:
+        """Close a chunk whose clients send nothing."""
         self._data.randomness.close()
         # A client that fails as it ends has been counted.
         self._progress.client_steps += self._local.client_steps if self._local.drop() else 0
@@ -258,19 +265,32 @@ class Rounds(Untraced):
         self.execution.abandon()
         self._optimizers.give_back()
         self._progress.chunk_open = False
-        self._drop(clients, error, self.execution.before)
 
-    def _open(self, chunk: Chunk) -> None:
-        """Make a chunk's clients begin."""
+    def _open(self, chunk: Chunk) -> Chunk:
+        """Make a chunk's clients begin; return the chunk of those that did."""
         plan = self._data.current_plan()
         self._optimizers.wind_back()
         for client in chunk.clients:
             self._optimizers.forget(self.coordinator.states[client], plan.round)
         self._uncounted = self.coordinator.counted()
-        self.execution.open(chunk)
+        self._opened = chunk
+        failed = self.execution.open(chunk)
+        if failed:
+            chunk = chunk.without(failed)
+            if not chunk.clients:
+                self._let_go()
+            else:
+                number = self._progress.chunk
+                self._data.plan = self._data.current_plan().with_chunk(number, chunk)
+                self._local.forget_batches()
+            for client, error in failed.items():
+                self._drop([client], error, self.execution.before)
+            if not chunk.clients:
+                return chunk
         self._optimizers.take_options(chunk.clients[0])
         self._isolation.begin_client()
         self._progress.chunk_open = True
+        return chunk
 
     def _end_chunk(self, steps: int) -> None:
         """Hand over what the open clients send, the longest of which has made so many steps."""
@@ -360,7 +380,8 @@ class Rounds(Untraced):
         server = self.coordinator.state_dict()
         saved = progress.state_dict()
         if progress.chunk_open:
-            # The client begins again in a run that is resumed.
+            # The clients begin again in a run that is resumed, those too that failed to begin.
+            plan = plan and plan.with_chunk(progress.chunk, self._opened)
             server = {**server, **self._uncounted, "clients": {**server["clients"], **execution.before}}
             saved["chunk_open"] = False
         return {

@@ -10,7 +10,7 @@ import torch
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch.utils.data import Dataset, TensorDataset
 
-from lightning_lowrank import FedAvg, FederatedLoop, FromIndices, Half, TopK
+from lightning_lowrank import SCAFFOLD, FedAvg, FederatedLoop, FromIndices, Half, Objective, TopK
 from lightning_lowrank.aggregation import WeightedMean
 from lightning_lowrank.federated import Algorithm
 from lightning_lowrank.federated.algorithm import inherits
@@ -270,6 +270,90 @@ def test_clients_that_step_together_fail_together(tmp_path):
     assert isinstance(error.value.__cause__, LookupError)
 
 
+class FailsToBegin(SCAFFOLD):
+    """Has the bad client fail in one of the hooks with which it begins, when it has changed what it keeps."""
+
+    def __init__(self, hook):
+        super().__init__()
+        self.hook = hook
+
+    def configure(self, base, client):
+        super().configure(base, client)
+        self._fail("configure", client)
+
+    def begin(self, client, message):
+        super().begin(client, message)
+        client.state["kept"] = torch.zeros(1)
+        self._fail("begin", client)
+
+    def _fail(self, hook, client):
+        if client is not None and hook == self.hook and (client.round, client.id) == (ROUND, BAD):
+            raise ValueError("no luck")
+
+
+class ObjectiveFails(Objective):
+    fails = True
+
+    def begin(self, client):
+        if self.fails and (client.round, client.id) == (ROUND, BAD):
+            raise ValueError("no luck")
+
+    def loss(self, step, batch, training_step):
+        return training_step()
+
+
+class ObjectiveBegins(ObjectiveFails):
+    fails = False
+
+
+@pytest.mark.parametrize("execution", ["sequential", "vectorized"])
+@pytest.mark.parametrize(("hook", "longest"), [("begin", True), ("begin", False), ("configure", True), ("loss", False)])
+def test_a_client_that_fails_to_begin_leaves_its_chunk(tmp_path, execution, hook, longest):
+    # Of clients that step together, the one with most batches is asked for the configuration.
+    ends = (5, 27, 52, 75) if longest else (5, 30, 40, 75)
+    inputs, targets = blobs(75).tensors
+    settings = {
+        "data": Data(TensorDataset(inputs.double(), targets)),
+        "partition": FromIndices([list(range(*pair)) for pair in zip((0, *ends), ends, strict=False)]),
+        "execution": execution,
+    }
+    fails, works = {"algorithm": FailsToBegin(hook)}, {"algorithm": FailsToBegin("never")}
+    if hook == "loss":
+        fails, works = {"objective": ObjectiveFails()}, {"objective": ObjectiveBegins()}
+    else:
+        settings["uplink"] = [TopK(0.3, error_feedback=True)]
+    kept = {}
+
+    class Keeps(pl.Callback):
+        def on_train_epoch_end(self, trainer, pl_module):
+            kept[trainer.current_epoch] = flatten_state(dict(where(pl_module)[2].coordinator.states[BAD]))
+
+    failed = run(tmp_path, Module().double(), callbacks=[Keeps()], **settings, **fails)
+    expected = without(tmp_path, module=Module().double(), **settings, **works)
+    assert_left_out(failed, expected, tolerance=1e-9 if execution == "vectorized" else 0.0)
+    (names, values), (names_before, values_before) = kept[ROUND], kept[ROUND - 1]
+    assert names == names_before
+    assert all(map(torch.equal, values, values_before))
+    assert f"without client {BAD}: ValueError: no luck" in failed[3][0]
+    with pytest.raises(ValueError, match="no luck"):
+        run(tmp_path, Module().double(), on_client_error="raise", **settings, **fails)
+
+
+def test_a_chunk_of_which_all_fail_to_begin_is_left_out(tmp_path):
+    class Fails(FedAvg):
+        def begin(self, client, message):
+            super().begin(client, message)
+            if client.round == ROUND and client.id in (1, 3):
+                raise ValueError(f"no luck with {client.id}")
+
+    module, _, figures, said = run(tmp_path, algorithm=Fails(), execution="vectorized", chunk_size=2)
+    assert [each["federated/failed"] for each in figures] == [0, 2, 0]
+    assert [f"no luck with {client}" in each for client, each in zip((1, 3), said, strict=True)] == [True, True]
+    drawn = [[0, 2] if number == ROUND else list(range(4)) for number in range(3)]
+    expected = run(tmp_path, participants=drawn, execution="vectorized", chunk_size=2)
+    assert_same(weights(module), weights(expected[0]))
+
+
 def test_a_bug_in_the_step_shows_its_own_traceback(tmp_path):
     class Bug(Module):
         def training_step(self, batch, batch_idx):
@@ -382,13 +466,15 @@ def test_weights_that_are_all_zero_are_refused():
 @nightly_except("steps0-end")
 @pytest.mark.slow
 @daily("steps0-step")
-@pytest.mark.parametrize("failing", ["step", "end"])
+@pytest.mark.parametrize("failing", ["step", "end", "begin"])
 @pytest.mark.parametrize("steps", [(13, 14, 15, 17), (12, 16, 18)], ids=["steps0", "steps1"])
 def test_a_run_that_is_resumed_has_the_same_failures(tmp_path, steps, failing):
     def settings(resume=None):
         method = method_of("SCAFFOLD", FailsInTheStep if failing == "step" else Module)
         if failing == "end":
             fail_at_the_end(method["algorithm"])
+        if failing == "begin":
+            method |= {"algorithm": FailsToBegin("begin"), "execution": "vectorized", "chunk_size": 2}
         saving = SaveEachStep(tmp_path)
         more = {"uplink": [TopK(0.3, error_feedback=True)], "optimizer_state": "keep"}
         return {**method, **more, **({"fit": {"ckpt_path": resume}} if resume else {"callbacks": [saving]})}

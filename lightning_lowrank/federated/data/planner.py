@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_right
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import accumulate
 from typing import Any
@@ -39,6 +39,11 @@ class Chunk:
         ascending = self._ascending
         return len(ascending) - bisect_right(ascending, step)
 
+    def without(self, clients: Collection[int]) -> Chunk:
+        """Return the chunk of the other clients."""
+        kept = [pair for pair in zip(self.clients, self.batches, strict=True) if pair[0] not in clients]
+        return Chunk(tuple(client for client, _ in kept), tuple(steps for _, steps in kept))
+
     @cached_property
     def _ascending(self) -> tuple[int, ...]:
         return self.batches[::-1]
@@ -64,6 +69,10 @@ class RoundPlan:
     failed: tuple[int, ...]
     chunks: tuple[Chunk, ...]
     turns: int = 1
+
+    def with_chunk(self, number: int, chunk: Chunk) -> RoundPlan:
+        """The plan with another chunk in this place, one that has lost clients."""
+        return replace(self, chunks=(*self.chunks[:number], chunk, *self.chunks[number + 1 :]))
 
     @cached_property
     def ends(self) -> tuple[int, ...]:

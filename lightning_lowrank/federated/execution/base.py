@@ -93,8 +93,15 @@ class Execution(Untraced, ABC):
         self.live = trained_tensors(self.module)
 
     @abstractmethod
-    def open(self, chunk: Chunk) -> None:
-        """Make a chunk's clients begin the round."""
+    def open(self, chunk: Chunk) -> dict[int, Exception]:
+        """Make a chunk's clients begin the round.
+
+        Returns:
+            For clients that failed to begin, the reason. `chunk` is then of the others.
+
+        Raises:
+            ClientsFailed: If the chunk's only client fails, or one does with ``on_client_error="raise"``.
+        """
 
     def before_batch(self, number: int) -> None:
         """Prepare step ``number`` of the open chunk."""

@@ -15,6 +15,7 @@ from lightning_lowrank.federated.checks import check_factor_gradients
 from lightning_lowrank.federated.data.planner import Chunk
 from lightning_lowrank.federated.execution.base import Execution
 from lightning_lowrank.federated.execution.channels_last import ChannelsLast, explained
+from lightning_lowrank.federated.failures import turn_of
 from lightning_lowrank.federated.state import ClientContext
 
 
@@ -53,16 +54,18 @@ class Sequential(Execution):
 
         return with_channels_last
 
-    def open(self, chunk: Chunk) -> None:
+    def open(self, chunk: Chunk) -> dict[int, Exception]:
         """Make the module the chunk's one client."""
         client = self._install(chunk)
         self._begin_client(client, self.coordinator.send(self.coordinator.info(client.id)))
         self.optimizers.begin([client.state], stacked=False)
+        return {}
 
     def _install(self, chunk: Chunk) -> ClientContext:
         self.chunk = chunk
         (client,) = self.clients = self._contexts(chunk, lambda place: self.live)
-        self.algorithm.configure(self.base, client)
+        with turn_of(client.id):
+            self.algorithm.configure(self.base, client)
         self.round_state = client.round_state
         return client
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Mapping
+import dataclasses
+import functools
+from collections.abc import Callable, Collection, Hashable, Mapping
 from contextlib import ExitStack
 from typing import Any
 
@@ -25,8 +27,8 @@ from lightning_lowrank.federated.execution.why_not import (
     reason_of_hooks,
     steps_are_seen,
 )
-from lightning_lowrank.federated.failures import turn_of
-from lightning_lowrank.federated.state import State, slice_tree, stack_trees
+from lightning_lowrank.federated.failures import ClientsFailed, turn_of
+from lightning_lowrank.federated.state import ClientContext, State, slice_tree, stack_trees
 
 
 def structure_of(module: nn.Module) -> Hashable:
@@ -97,41 +99,82 @@ class Vectorized(Execution):
                 f" {self.trainer.current_epoch} on: {differs}. Use execution='sequential'."
             )
 
-    def open(self, chunk: Chunk) -> None:
+    def open(self, chunk: Chunk) -> dict[int, Exception]:
         """Stack the chunk's clients."""
-        self._make_stack(chunk)
-        infos = [self.coordinator.info(client) for client in chunk.clients]
-        if self.coordinator.sends_global_model and inherits(self.algorithm, "begin"):
-            self.coordinator.send_global_model(infos)
-            for client in self.clients if self.settings.buffers != "average" or self.settings.objective else ():
-                with turn_of(client.id):
-                    self._begin_extras(client)
-        else:
-            for client, info in zip(self.clients, infos, strict=True):
-                self._begin_client(client, self.coordinator.send(info))
+        self.chunk = chunk
+        stack = self._stack = self._new_stack(len(chunk.clients))
+        self.clients = self._contexts(chunk, stack.client)
+        failed = self._begin_clients()
+        if len(failed) == len(chunk.clients):
+            return failed
+        if failed:
+            self._leave_out(failed)
         self.round_state = stack_trees([client.round_state for client in self.clients])
         self.optimizers.begin([client.state for client in self.clients], stacked=True)
+        return failed
 
-    def _make_stack(self, chunk: Chunk) -> ClientStack:
+    def _begin_clients(self) -> dict[int, Exception]:
+        """Make each client begin; return the errors of those that fail."""
+        failed: dict[int, Exception] = {}
+        # Clients that step together have one configuration.
+        waiting = list(self.clients)
+        while waiting:
+            first = waiting[0]
+            if self._succeeds(first, failed, functools.partial(self.algorithm.configure, self.base, first)):
+                break
+            waiting.pop(0)
+        infos = [self.coordinator.info(client.id) for client in waiting]
+        if self.coordinator.sends_global_model and inherits(self.algorithm, "begin"):
+            if infos:
+                self.coordinator.send_global_model(infos)
+            for client in waiting if self.settings.buffers != "average" or self.settings.objective else ():
+                self._succeeds(client, failed, functools.partial(self._begin_extras, client))
+            return failed
+        for client, info in zip(waiting, infos, strict=True):
+            message = self.coordinator.send(info)
+            self._succeeds(client, failed, functools.partial(self._begin_client, client, message))
+        return failed
+
+    def _succeeds(self, client: ClientContext, failed: dict[int, Exception], act: Callable[[], None]) -> bool:
+        """Do a client's own part, and put its error into ``failed`` if there is one; return whether there is none."""
+        try:
+            with turn_of(client.id):
+                act()
+        except ClientsFailed as error:
+            if self.settings.on_client_error == "raise":
+                raise
+            failed[client.id] = error.error
+        return client.id not in failed
+
+    def _leave_out(self, failed: Collection[int]) -> None:
+        """Stack the clients again without those that failed to begin."""
+        assert self._stack is not None
+        self._stack.close()
+        places = [place for place, client in enumerate(self.clients) if client.id not in failed]
+        before, stack = self._stack.values, self._new_stack(len(places))
+        self._stack = stack
+        for name, value in stack.values.items():
+            value.copy_(before[name][places])
+        self.clients = [
+            dataclasses.replace(self.clients[place], model=stack.client(number)) for number, place in enumerate(places)
+        ]
+        self.chunk = self.chunk.without(failed)
+
+    def _new_stack(self, count: int) -> ClientStack:
         run = self._run_objective if self.changes_objective else None
         self._watch = self._watch or Watch(self.module)
-        count, falls_back = len(chunk.clients), self.settings.execution == "auto"
-        stack = self._stack = ClientStack(
+        return ClientStack(
             self.trainer,
             self.module,
             self.live,
             count,
             run,
             self._watch,
-            falls_back,
+            self.settings.execution == "auto",
             self.compiled_steps,
             defers=not steps_are_seen(self.trainer, self.algorithm),
             logbook=self.logbook,
         )
-        self.chunk = chunk
-        self.clients = self._contexts(chunk, stack.client)
-        self.algorithm.configure(self.base, self.clients[0])
-        return stack
 
     def before_batch(self, number: int) -> None:
         """Let the clients leave that have made their last step."""
