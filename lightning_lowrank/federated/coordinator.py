@@ -29,7 +29,7 @@ from lightning_lowrank.federated.checks import (
 )
 from lightning_lowrank.federated.client_states import ClientStates
 from lightning_lowrank.federated.data.planner import RoundPlan
-from lightning_lowrank.federated.failures import NotFiniteError, described, not_finite, rows_not_finite
+from lightning_lowrank.federated.failures import NotFiniteError, described, named, not_finite, rows_not_finite
 from lightning_lowrank.federated.ledger import Ledger, dense_bytes
 from lightning_lowrank.federated.messages import Message
 from lightning_lowrank.federated.privacy.mean import PrivateMean, private_mean
@@ -392,11 +392,19 @@ class Coordinator:
         """
         needed, cohort = self.settings.least_answers, self.server.cohort
         if answers < needed:
-            reasons = "".join(f"\n  client {client}: {reason}" for client, reason in self.failed.items())
             raise MisconfigurationException(
                 f"round {self.server.round} has answers of {answers} of {len(cohort)} clients and needs"
-                f" min_clients={needed}.{reasons}"
+                f" min_clients={needed}{self._reasons()}"
             ) from self._first_error
+
+    def _reasons(self) -> str:
+        """Say why clients of the round failed, each reason once."""
+        alike: dict[str, list[int]] = {}
+        for client, reason in self.failed.items():
+            alike.setdefault(reason, []).append(client)
+        if len(alike) == 1 and len(self.failed) == len(self.server.cohort):
+            return f": all of them failed alike: {next(iter(alike))}"
+        return "." + "".join(f"\n  {named(clients)}: {reason}" for reason, clients in alike.items())
 
     def checkpoint(self) -> Callable[[], None]:
         """Return what puts the server back to where it is now.

@@ -65,6 +65,16 @@ def described(error: Exception) -> str:
     return f"{text[:300]} ({Path(frames[-1].filename).name}:{frames[-1].lineno})"
 
 
+def named(clients: Sequence[int]) -> str:
+    """Return clients' ids in a few words.
+
+    Example:
+        >>> named([3]), named([1, 4])
+        ('client 3', 'clients [1, 4]')
+    """
+    return f"client {clients[0]}" if len(clients) == 1 else f"clients {list(clients)}"
+
+
 @torch.no_grad()
 def not_finite(tensors: Mapping[str, Tensor], allowed: Collection[str] = ()) -> str | None:
     """Return the name of the first tensor, but for those of ``allowed``, that holds a number that is not finite.

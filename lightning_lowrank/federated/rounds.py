@@ -36,7 +36,7 @@ from lightning_lowrank.federated.execution.processes import (
     check_processes,
 )
 from lightning_lowrank.federated.execution.traces import Untraced
-from lightning_lowrank.federated.failures import ClientsFailed, described, is_of_a_client
+from lightning_lowrank.federated.failures import ClientsFailed, described, is_of_a_client, named
 from lightning_lowrank.federated.isolation import Isolation
 from lightning_lowrank.federated.ledger import Ledger, dense_bytes
 from lightning_lowrank.federated.local import LocalTraining
@@ -132,6 +132,7 @@ class Rounds(Untraced):
         self._local = LocalTraining(trainer, turns, self.execution, data)
         self.execution.logbook = self._local.logbook
         self._uncounted: dict[str, Any] = {}
+        self._failed_alike: dict[str, list[int]] = {}
         if processes is not None:
             check_processes(processes, trainer, self._algorithm, settings.experiment_seed, data)
 
@@ -183,7 +184,7 @@ class Rounds(Untraced):
         idle = eligible - len(plan.clients) - len(plan.failed)
         self.coordinator.begin_round(plan, self.execution.live, idle)
         self.coordinator.check_answers(len(plan.clients))
-        progress.round_open, self._ended = True, False
+        progress.round_open, self._ended, self._failed_alike = True, False, {}
         self._optimizers.begin_round()
         self._local.begin_round()
 
@@ -308,10 +309,18 @@ class Rounds(Untraced):
 
     def _drop(self, clients: Sequence[int], error: Exception, before: Mapping[int, State]) -> None:
         """Go on without clients that failed, which keep what they did ``before`` the round."""
-        who = f"client {clients[0]}" if len(clients) == 1 else f"clients {list(clients)}, which step together"
-        warnings.warn(f"round {self._progress.round} goes on without {who}: {described(error)}", stacklevel=2)
+        reason = described(error)
+        if reason in self._failed_alike:
+            self._failed_alike[reason] += clients
+        else:
+            together = "" if len(clients) == 1 else ", which step together"
+            self._warn_of(clients, f"{together}: {reason}")
+            self._failed_alike[reason] = []
         for client in clients:
             self.coordinator.drop(client, before[client], error)
+
+    def _warn_of(self, clients: Sequence[int], reason: str) -> None:
+        warnings.warn(f"round {self._progress.round} goes on without {named(clients)}{reason}", stacklevel=2)
 
     def aggregate(self) -> None:
         """End the round, if one is open, and make the module the new global model."""
@@ -322,6 +331,9 @@ class Rounds(Untraced):
         progress = self._progress
         if progress.chunk_open:
             self._end_client()
+        for reason, clients in self._failed_alike.items():
+            if clients:
+                self._warn_of(clients, f", which failed alike: {reason}")
         if isinstance(self.coordinator, SharedCoordinator):
             mine = progress.client_steps - progress.client_steps_before
             total = self.coordinator.exchange(self._optimizers, mine)

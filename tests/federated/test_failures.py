@@ -367,11 +367,57 @@ def test_a_bug_in_the_step_shows_its_own_traceback(tmp_path):
         def on_train_epoch_end(self, trainer, pl_module):
             kept.update(weights(pl_module))
 
-    with pytest.raises(MisconfigurationException, match=r"(?s)round 1 .* 0 of 4 .*client 3: TypeError") as error:
+    with pytest.raises(MisconfigurationException, match=r"round 1 .* 0 of 4 .*: TypeError") as error:
         run(tmp_path, module, callbacks=[Kept()])
+    assert str(error.value).count("TypeError") == 1
     assert isinstance(error.value.__cause__, TypeError)
     assert "training_step" in [frame.name for frame in traceback.extract_tb(error.value.__cause__.__traceback__)]
     assert_same(kept, weights(module))
+
+
+class NamesAKey(Module):
+    def training_step(self, batch, batch_idx):
+        return super().training_step({"inputs": batch[0]}["images"], batch_idx)
+
+
+@pytest.mark.parametrize("execution", ["sequential", "vectorized"])
+@pytest.mark.parametrize("on_client_error", ["drop", "raise"])
+def test_a_fault_of_all_clients_is_said_once(tmp_path, execution, on_client_error):
+    parts = FromIndices([[3 * number, 3 * number + 1, 3 * number + 2] for number in range(25)])
+    settings = {"execution": execution, "on_client_error": on_client_error, "partition": parts}
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        loop = FederatedLoop(FedAvg(), summary=False, **settings)
+        data = Data(TensorDataset(*(tensors[:75] for tensors in blobs().tensors)))
+        with pytest.raises(Exception, match="images") as caught:
+            trainer(tmp_path, loop, limit_val_batches=0).fit(NamesAKey(), data)
+    error = caught.value
+    if on_client_error == "drop":
+        assert isinstance(error, MisconfigurationException)
+        assert "0 of 25" in str(error)
+        assert str(error).count("images") == 1
+        error = error.__cause__
+    assert isinstance(error, KeyError)
+    assert "training_step" in [frame.name for frame in traceback.extract_tb(error.__traceback__)]
+    assert sum("images" in str(each.message) for each in told) == (on_client_error == "drop")
+
+
+def test_clients_that_fail_alike_are_warned_of_together(tmp_path):
+    class Fails(Module):
+        def training_step(self, batch, batch_idx):
+            number, (client,), _ = where(self)
+            if number == ROUND and client:
+                raise LookupError("no luck")
+            return super().training_step(batch, batch_idx)
+
+    _, _, figures, said = run(tmp_path, Fails())
+    assert figures[ROUND]["federated/failed"] == 3
+    first, others = said
+    assert "without client 1: LookupError: no luck" in first
+    assert "without clients [2, 3], " in others
+    assert "LookupError: no luck" in others
+    with pytest.raises(MisconfigurationException, match=r"(?s)2 of 4 .*min_clients=3.*clients \[1, 2\]: LookupError"):
+        run(tmp_path, Fails(), min_clients=3)
 
 
 @pytest.mark.parametrize("module", [FailsInTheStep, Poisoned])
