@@ -163,6 +163,27 @@ class RoundPlanner:
             turns=max(1, *map(len, parts)),
         )
 
+    def tried(self, chunk_size: int | None = None) -> tuple[Chunk, ...]:
+        """Return chunks on which steps may be tried before the first round.
+
+        They are those of the first round, of all processes. Where Poisson sampling draws fewer clients than a chunk
+        needs, or nobody, they are those of as many of the largest clients as a round has on average.
+
+        Args:
+            chunk_size: Largest number of clients of a chunk; by default that of the rounds.
+        """
+        size = self.chunk_size if chunk_size is None else chunk_size
+        planner = replace(self, chunk_size=size, process=0, processes=1)
+        plan = planner.plan(0)
+        if not self.poisson or len(plan.clients) >= min(size, self.drawn):
+            return plan.chunks
+        ids = np.flatnonzero(self._can_be_drawn())
+        largest = ids[np.lexsort((ids, -self.samples[ids], -self.batches[ids]))][: self.drawn]
+        count = {client: int(self.batches[client]) for client in largest.tolist()}
+        return tuple(
+            Chunk(tuple(clients), tuple(count[client] for client in clients)) for clients in planner._grouped(0, count)
+        )
+
     def client_steps(self, rounds: Iterable[int], group_of: Callable[[int], int], limit: int | None = None) -> int:
         """Return the number of optimizer steps that one client makes in some rounds, if it has the most in each.
 
@@ -207,10 +228,7 @@ class RoundPlanner:
 
         ``participants`` are the draws of some rounds: clients that they do not name count too.
         """
-        eligible = self._drawable()
-        if self.availability is not None and not callable(self.availability):
-            eligible &= np.asarray(self.availability) > 0
-        return int(np.count_nonzero(eligible))
+        return int(np.count_nonzero(self._can_be_drawn()))
 
     @property
     def drawn(self) -> int:
@@ -256,6 +274,13 @@ class RoundPlanner:
         draws = generator(seed, "sampling", round_number)
         chosen = torch.multinomial(torch.from_numpy(weights.astype(np.float64)), count, generator=draws)
         return sorted(ids[chosen.numpy()].tolist())
+
+    def _can_be_drawn(self) -> np.ndarray:
+        """Return of each client whether it can ever be drawn."""
+        possible = self._drawable()
+        if self.availability is not None and not callable(self.availability):
+            possible &= np.asarray(self.availability) > 0
+        return possible
 
     def _drawable(self) -> np.ndarray:
         """Return of each client whether it can be drawn in a round in which it is available."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import math
 import statistics
@@ -235,12 +234,12 @@ def _may_have_channels_last(trainer: Any) -> bool:
 
 
 def _tried(data: RoundData, size: int, time_steps: Callable[[Chunk], _T]) -> tuple[_T | None, str]:
-    """Return what ``time_steps`` gives for the first round's first chunk; or ``None``, and why there is nothing."""
-    plan = dataclasses.replace(data.planner, chunk_size=max(2, size), process=0, processes=1).plan(0)
+    """Return what ``time_steps`` gives for the first round's largest chunk; or ``None``, and why there is nothing."""
+    chunks = data.planner.tried(max(_FEWEST_TOGETHER, size))
     data.randomness.open()
     try:
         # Clients that may not step together are in chunks of their own.
-        return time_steps(max(plan.chunks, key=lambda chunk: len(chunk.clients))), ""
+        return time_steps(max(chunks, key=lambda chunk: len(chunk.clients))), ""
     except MisconfigurationException as error:
         return None, error.reason if isinstance(error, CannotMap) else str(error)
     except Exception as error:

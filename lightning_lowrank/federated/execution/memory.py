@@ -32,10 +32,7 @@ def _bytes_of_a_step(trainer: Any, data: RoundData) -> int:
     """Return what a client's step takes beside its own values; 0 where the step cannot be tried, as rounds will say."""
     module, device = trainer.lightning_module, trainer.strategy.root_device
     loader = data.loader
-    chunks = data.planner.plan(0).chunks
-    if not chunks:
-        return 0
-    longest = max(chunks, key=lambda chunk: data.planner.samples[chunk.clients[0]])
+    longest = max(data.planner.tried(), key=lambda chunk: data.planner.samples[chunk.clients[0]])
     measure = _peak if hasattr(device_module(device), "reset_peak_memory_stats") else _saved
     data.randomness.open()
     try:

@@ -26,15 +26,17 @@ from torch.utils.data import DataLoader, TensorDataset
 from torchmetrics import MeanMetric
 
 from lightning_lowrank import (
+    ClientPrivacy,
     DifferentialPrivacy,
     FedAvg,
     FederatedLoop,
     FromIndices,
 )
 from lightning_lowrank.federated import rounds
-from lightning_lowrank.federated.execution import auto, stack
+from lightning_lowrank.federated.data.planner import RoundPlanner
+from lightning_lowrank.federated.execution import auto, memory, stack
 from lightning_lowrank.federated.execution.channels_last import ChannelsLast
-from tests.federated.execution.runs import OPTIMIZERS, Double, Item, Kept, Reader, assert_close, both, run
+from tests.federated.execution.runs import OPTIMIZERS, UNEVEN, Double, Item, Kept, Reader, assert_close, both, run
 from tests.grids import daily
 from tests.helpers import Data, Module, draw, fit, network, trainer, weights
 
@@ -629,6 +631,65 @@ def test_single_samples_keep_their_format(tmp_path, capsys, monkeypatch):
     assert "alone" not in capsys.readouterr().out
     for end in ends[1:]:
         assert_close(ends[0], end, tolerance=0)
+
+
+EMPTY = {
+    "privacy": ClientPrivacy(noise_multiplier=1.0),
+    "weighting": "uniform",
+    "clients_per_round": 2,
+}
+
+
+def seed_of(cohorts):
+    """Return a seed with which the first rounds have so many clients."""
+
+    def drawn(seed):
+        loop = FederatedLoop(FedAvg(), partition=FromIndices(UNEVEN), seed=seed, **EMPTY)
+        planner = RoundPlanner(**loop.drawing(), batches=np.array([1, 6, 3, 5, 1]), per_round=2)
+        return [len(planner.plan(number).clients) for number in range(len(cohorts))]
+
+    return next(seed for seed in range(10_000) if drawn(seed) == cohorts)
+
+
+@pytest.mark.parametrize("cohorts", [[0, 2], [0, 0, 0, 2], [1, 0, 3]])
+@pytest.mark.parametrize("execution", ["auto", "vectorized"])
+def test_empty_first_cohorts_change_no_choice(tmp_path, capsys, monkeypatch, execution, cohorts):
+    tried, room = [], []
+
+    def timed(trainer, module, chunk, *others):
+        tried.append(chunk.clients)
+        time_both(trainer, module, chunk, *others)
+        return 2.0, 1.0
+
+    def fits(*given):
+        room.append(memory.chunk_size_that_fits(*given))
+        return room[-1]
+
+    monkeypatch.setattr(auto, "time_both", timed)
+    monkeypatch.setattr(auto, "chunk_size_that_fits", fits)
+    monkeypatch.setattr(memory, "free_memory", lambda device: 10**6)
+    settings = {"trainer": {"max_epochs": len(cohorts)}, **EMPTY}
+    _, loop, _ = run(tmp_path, execution, seed=seed_of(cohorts), **settings)
+    assert loop.rounds.execution.name == "vectorized"
+    # The two clients with most samples; with these, memory has as much room as if they had been drawn.
+    assert tried == ([(1, 3)] if execution == "auto" else [])
+    run(tmp_path, execution, participants=[[1, 3]] * len(cohorts), trainer=settings["trainer"])
+    assert room[0] == room[-1] > 1
+    assert "ended with" not in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("execution", ["auto", "sequential"])
+def test_empty_first_cohorts_of_private_samples(tmp_path, execution):
+    _, loop, _ = run(
+        tmp_path,
+        execution,
+        seed=seed_of([0, 0, 2]),
+        callbacks=[DifferentialPrivacy(noise_multiplier=1.0)],
+        trainer={"max_epochs": 3},
+        **EMPTY,
+    )
+    assert loop.rounds.execution.name == "sequential"
+    assert loop.rounds.figures()["federated/clients"] == 2
 
 
 def test_images_anywhere_in_a_batch_have_their_channels_last():
