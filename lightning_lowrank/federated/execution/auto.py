@@ -78,7 +78,7 @@ def choose_execution(
     channels_last = False
     if wanted == "auto" and restored is not None:
         wanted, channels_last = restored["execution"], restored["channels_last"]
-    elif wanted == "auto" and previous is not None and (previous.stacked or previous.channels_last):
+    elif wanted == "auto" and previous is not None:
         wanted, channels_last = previous.name, previous.channels_last
     elif wanted == "auto":
         listeners = (trainer.lightning_module, *trainer.callbacks)
