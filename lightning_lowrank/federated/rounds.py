@@ -180,8 +180,7 @@ class Rounds(Untraced):
         self.execution.begin_round()
         self._isolation.begin_round(self.execution.live)
         progress.client_steps_before = progress.client_steps
-        eligible = int(np.count_nonzero(self._data.planner.batches))
-        idle = eligible - len(plan.clients) - len(plan.failed)
+        idle = self._data.planner.listening - len(plan.clients) - len(plan.failed)
         self.coordinator.begin_round(plan, self.execution.live, idle)
         self.coordinator.check_answers(len(plan.clients))
         progress.round_open, self._ended, self._failed_alike = True, False, {}

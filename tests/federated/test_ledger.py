@@ -2,15 +2,17 @@
 
 import copy
 
+import lightning.pytorch as pl
 import pytest
 import torch
 from torch import nn
 
+from lightning_lowrank import FedAvg, FederatedLoop, FedMUD, FromIndices, Half, LowRank, MatrixProduct
 from lightning_lowrank.federated import Ledger, Message
 from lightning_lowrank.federated.ledger import dense_bytes
 from lightning_lowrank.federated.state import trained_tensors
-from lightning_lowrank.layers import MatrixProduct, convert
-from tests.helpers import network
+from lightning_lowrank.layers import convert
+from tests.helpers import Data, Module, blobs, fit, network, trainer
 
 
 def test_tied_weights_are_sent_once():
@@ -21,6 +23,53 @@ def test_tied_weights_are_sent_once():
     sent = trained_tensors(module)
     assert list(sent) == ["0.weight", "0.bias", "1.bias"]
     assert dense_bytes(module) == len(safetensors.torch.save(sent))
+
+
+class Figures(pl.Callback):
+    def __init__(self):
+        self.rounds = []
+
+    def on_train_epoch_end(self, trainer, pl_module):
+        figures = {name: value.item() for name, value in trainer.callback_metrics.items() if "/" in name}
+        self.rounds.append([int(figures[name]) for name in _FIGURES])
+
+
+_FIGURES = ("federated/clients", "federated/failed", "comm/down_bytes", "comm/idle_down_bytes")
+TAKE_PART = {
+    # Of eight clients two hold nothing. One of weight 0, one that is never there:
+    "by chance": {"sampling_weights": [1, 1, 1, 1, 1, 0, 1, 1], "availability": [0, 1, 1, 1, 0.5, 1, 1, 1]},
+    # One that no round names, and one that waits:
+    "by name": {"participants": [[0, 1, 2], [2, 3, 4], [1, 2, 3], [0, 1, 2]]},
+}
+
+
+@pytest.mark.parametrize("who", TAKE_PART)
+@pytest.mark.parametrize("method", ["FedMUD", "downlink"])
+def test_clients_that_never_take_part_hear_nothing(tmp_path, method, who):
+    class Fails(Module):
+        def training_step(self, batch, batch_idx):
+            (client,) = loop.rounds.execution.clients
+            if (client.round, client.id) in ((1, 2), (2, 3)):
+                raise LookupError("no luck")
+            return super().training_step(batch, batch_idx)
+
+    settings = {"partition": FromIndices([*([5 * n + k for k in range(5)] for n in range(6)), [], []]), "seed": 1}
+    if who == "by chance":
+        settings |= {"clients_per_round": 3, "client_dropout": 0.3}
+    if method == "FedMUD":
+        low_rank, algorithm = [LowRank(MatrixProduct(), rank=2, summary=False)], FedMUD()
+    else:
+        low_rank, algorithm = [], FedAvg()
+        settings["downlink"] = [Half(error_feedback=True)]
+    loop, figures = FederatedLoop(algorithm, summary=False, **settings, **TAKE_PART[who]), Figures()
+    fitted = trainer(tmp_path, *low_rank, loop, figures, limit_val_batches=0, max_epochs=4)
+    fit(fitted, Fails(), Data(blobs(30)))
+    heard_by = {"by chance": 4, "by name": 5}[who]
+    for number, (clients, failed, down, idle) in enumerate(figures.rounds):
+        sent = down / (clients + failed)
+        assert clients + failed == 3
+        assert idle == (0 if method == "FedMUD" and number == 0 else (heard_by - 3) * sent)
+    assert sum(failed for _, failed, _, _ in figures.rounds) > 0
 
 
 def test_ledger():

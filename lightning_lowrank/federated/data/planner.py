@@ -231,6 +231,13 @@ class RoundPlanner:
         return int(np.count_nonzero(self._can_be_drawn()))
 
     @property
+    def listening(self) -> int:
+        """Number of clients that hear what all must: those that ever take part, by ``participants`` where given."""
+        if self.participants is None:
+            return self.eligible
+        return len({client for clients in self.participants for client in clients})
+
+    @property
     def drawn(self) -> int:
         """Number of clients that a round draws, on average or exactly, where all are available."""
         return min(self.per_round, self.eligible)
