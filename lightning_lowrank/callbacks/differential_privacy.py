@@ -366,7 +366,10 @@ class DifferentialPrivacy(NeedsPoissonBatches, Configured, Callback):
             assert self._noise is not None
             noise = gaussian(sums, self._noise * self.clip, *parts, secure=self.secure)
             # Of higher precision until it is divided, for 16 bits would lose much of it.
-            private = {name: ((value + noise[name]) / batch_size).to(live[name].dtype) for name, value in sums.items()}
+            private = {
+                name: ((sums[name].to(each.device) + each) / batch_size).to(live[name].dtype).to(live[name].device)
+                for name, each in noise.items()
+            }
         kept, mechanism = self._kept(place.client), self.mechanism(place.client)
         drawn_as = [mechanism.sampled, mechanism.population]
         if kept.setdefault("drawn", drawn_as) != drawn_as:

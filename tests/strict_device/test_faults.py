@@ -17,6 +17,8 @@ from torch.utils.data import DataLoader
 
 from lightning_lowrank import (
     SCAFFOLD,
+    ClientPrivacy,
+    DifferentialPrivacy,
     FedAvg,
     FedBAT,
     FederatedLoop,
@@ -123,6 +125,20 @@ def test_means_without_float64_are_those_with_it(tmp_path):
     first = weights(fitted(tmp_path, loop_of()))
     with device.without_float64():
         second = weights(fitted(tmp_path, loop_of()))
+    assert_same(first, second)
+
+
+@pytest.mark.parametrize("privacy", ["samples", "clients"])
+def test_noise_without_float64_is_that_with_it(tmp_path, privacy):
+    def private():
+        if privacy == "clients":
+            return fitted(tmp_path, loop_of(privacy=ClientPrivacy(noise_multiplier=1.0), weighting="uniform", seed=1))
+        callbacks = loop_of(seed=1), DifferentialPrivacy(noise_multiplier=1.0)
+        return fit(trainer(tmp_path, *callbacks, limit_val_batches=0), Module(), Data())
+
+    first = weights(private())
+    with device.without_float64():
+        second = weights(private())
     assert_same(first, second)
 
 

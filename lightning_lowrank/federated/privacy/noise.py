@@ -9,13 +9,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from lightning_lowrank.aggregation.aggregator import float64_device
 from lightning_lowrank.seeding import generator
 
 _AT_ONCE = 2**20
 
 
 def gaussian(like: Mapping[str, Tensor], std: float, *parts: int | str, secure: bool = False) -> dict[str, Tensor]:
-    """Return noise of the shapes and devices of some tensors, in float64 where the device has it.
+    """Return noise of the shapes and devices of some tensors, in float64: on the CPU where the device has none.
 
     Args:
         like: The tensors by name. They draw in their order.
@@ -35,8 +36,7 @@ def gaussian(like: Mapping[str, Tensor], std: float, *parts: int | str, secure: 
             noise = _of_the_system(value.numel()).view(value.shape)
         else:
             noise = torch.randn(value.shape, generator=draws, dtype=torch.float64)
-        dtype = torch.float32 if value.device.type == "mps" else torch.float64
-        found[name] = (std * noise).to(value.device, dtype)
+        found[name] = (std * noise).to(float64_device(value.device))
     return found
 
 
