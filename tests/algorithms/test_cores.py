@@ -113,7 +113,8 @@ def test_ravan_averages_the_products_of_scales_and_cores(tmp_path):
 )
 def test_the_bytes_are_those_of_the_cores(tmp_path, algorithm, factorization, up, down, idle):
     parts = [[0, 1], [2, 3], [4, 5]]
-    _, loop = run(tmp_path, algorithm(), factorization, 3, 4, parts, participants=[[0, 1]] * 4)
+    # The third client would take part in a fifth round.
+    _, loop = run(tmp_path, algorithm(), factorization, 3, 4, parts, participants=[[0, 1]] * 4 + [[2]])
     metrics = loop.ledger.figures()
     shapes = factorization.factor_shapes((7, 9), 3)
 

@@ -124,9 +124,9 @@ def test_a_resumed_run_keeps_the_choice(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("faster", ["sequential", "vectorized"])
 def test_a_fit_goes_on_with_the_choice(tmp_path, monkeypatch, faster):
-    monkeypatch.setattr(choice, "time_both", lambda *given: (1.0, 2.0) if faster == "sequential" else (2.0, 1.0))
+    monkeypatch.setattr(auto, "time_both", lambda *given: (1.0, 2.0) if faster == "sequential" else (2.0, 1.0))
     _, loop, fitted = run(tmp_path, "auto", trainer={"max_epochs": 1})
-    monkeypatch.setattr(choice, "time_both", lambda *given: pytest.fail("tried again"))
+    monkeypatch.setattr(auto, "time_both", lambda *given: pytest.fail("tried again"))
     fitted.fit_loop.max_epochs = 2
     fit(fitted, fitted.lightning_module, Double())
     assert loop.rounds.execution.name == faster
