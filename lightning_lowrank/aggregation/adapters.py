@@ -51,7 +51,9 @@ def keep_base_changes(module: nn.Module) -> None:
     """
     for _, layer in _peft_layers(module):
         base = layer.get_base_layer()
-        if not _holds_numbers(base) and not _why_nothing_beside(base):
+        # A hook would keep torch's attention from its fast path, and that has no weight of its own.
+        attends = isinstance(base, nn.MultiheadAttention)
+        if not attends and not _holds_numbers(base) and not _why_nothing_beside(base):
             _prepare_for_change(base)
 
 

@@ -116,7 +116,8 @@ def resumed_ends(tmp_path: Path, make: Callable[[], Algorithm], execution: str, 
     every = ModelCheckpoint(tmp_path / "every", "{step}", save_top_k=-1, every_n_train_steps=2)
     whole, loop = federated(tmp_path, make(), callbacks=[every], **settings)
     files = sorted((tmp_path / "every").glob("*.ckpt"))
-    assert len(files) > 5
+    # A checkpoint is written at the end of a turn, which is a chunk of clients.
+    assert len(files) > (2 if execution == "vectorized" else 5)
     for file in files:
         again, resumed = federated(tmp_path, make(), ckpt_path=file, **settings)
         assert_close(whole, again, tolerance=0)

@@ -160,7 +160,8 @@ class ClientStack(Untraced):
         ends.callback(forget_states)
         for optimizer in self._trainer.optimizers:
             for group in optimizer.param_groups:
-                of_group = {name: group[name] for name in ("params", "stacked") if name in group}
+                # A checkpoint written inside a chunk has groups that are stacked.
+                of_group = {"params": group["params"], **({"stacked": False} if "stacked" in group else {})}
                 ends.callback(group.update, of_group)
                 group["params"] = [leaf_of.get(parameter, parameter) for parameter in group["params"]]
                 if "stacked" in group:
