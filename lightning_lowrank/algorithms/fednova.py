@@ -52,7 +52,7 @@ class FedNova(Algorithm):
     def __init__(self) -> None:
         self._groups: dict[str, int] = {}
 
-    def setup(self, base: Base) -> None:
+    def setup_optimizers(self, base: Base) -> None:
         self._groups = parameter_groups(base, "FedNova")
 
     def reference(self, base: Base, received: Mapping[str, Tensor]) -> Mapping[str, Tensor]:

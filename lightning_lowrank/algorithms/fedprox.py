@@ -37,7 +37,7 @@ class FedProx(Algorithm):
         check_number("mu", mu, least=0)
         self.mu = mu
 
-    def setup(self, base: Base) -> None:
+    def setup_optimizers(self, base: Base) -> None:
         if len(base.optimizers) > 1:
             raise MisconfigurationException(
                 f"FedProx adds its term to all gradients at each step, and the {len(base.optimizers)} optimizers of"

@@ -52,7 +52,7 @@ class FedSLoP(Algorithm):
     def __init__(self) -> None:
         self._places: dict[str, tuple[int, int, int]] = {}
 
-    def setup(self, base: Base) -> None:
+    def setup_optimizers(self, base: Base) -> None:
         """Check the optimizers, and find each parameter's place in them."""
         self._places = {}
         names = {value: name for name, value in base.module.named_parameters() if value.requires_grad}

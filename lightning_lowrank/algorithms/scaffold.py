@@ -63,7 +63,7 @@ class SCAFFOLD(Algorithm):
         """True: the sum of the control variates' changes is their mean times the number of messages."""
         return True
 
-    def setup(self, base: Base) -> None:
+    def setup_optimizers(self, base: Base) -> None:
         self._groups = parameter_groups(base, "SCAFFOLD")
         for group in base.optimizers[0].param_groups:
             _check_plain(group)

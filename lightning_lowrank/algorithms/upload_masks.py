@@ -123,7 +123,7 @@ class GradientMask(UploadMask):
 
     unprotected = "one client chooses the coordinates that all of them send"
 
-    def setup(self, base: Base) -> None:
+    def setup_optimizers(self, base: Base) -> None:
         if len(base.optimizers) > 1:
             raise MisconfigurationException(
                 f"GradientMask ranks the gradients of all parameters at a client's first step, and the module has"

@@ -152,10 +152,23 @@ class Algorithm(Configured):
     # Every side
 
     def setup(self, base: Base) -> None:
-        """Check that the module suits the method, and find what it needs there. Called once, before the first round.
+        """Check that the module suits the method, and find what it needs there.
+
+        Called once, before the first round; in a process that resumes from a checkpoint, before its first round.
+        ``base.state`` is then the checkpoint's, of which every entry keeps its value.
 
         Raises:
             MisconfigurationException: If the method cannot work on this module.
+        """
+
+    def setup_optimizers(self, base: Base) -> None:
+        """Check that the module's optimizers suit the method, and find what it needs there.
+
+        Called after `setup`, and again when the trainer sets up other ones: for a further fit, or for schedules of
+        another length.
+
+        Raises:
+            MisconfigurationException: If the method cannot work with these optimizers.
         """
 
     def check_clients(self, clients: int) -> None:

@@ -133,13 +133,22 @@ class Coordinator:
         """Whether a stage reads or changes messages, so that none may be left out."""
         return any(map(sees_messages, self.stages))
 
-    def setup(self) -> None:
-        """Let the method and the wire look at the module, before the first round."""
-        self.algorithm.setup(self.server.base)
-        self.algorithm.check_clients(len(self.samples))
-        self.algorithm.check_aggregator(self.server.aggregator)
-        self.wire.setup(self.server.base)
-        buffers = self.server.base.initial_buffers
+    def setup(self, continues: bool = False) -> None:
+        """Let the method and the wire look at the module and its optimizers, before the first round of a fit.
+
+        Args:
+            continues: Whether the method, as an object, has looked at the module in an earlier fit of the experiment.
+        """
+        base = self.server.base
+        if not continues:
+            saved = dict(base.state)
+            self.algorithm.setup(base)
+            base.state.update(saved)
+            self.algorithm.check_clients(len(self.samples))
+            self.algorithm.check_aggregator(self.server.aggregator)
+        self.algorithm.setup_optimizers(base)
+        self.wire.setup(base)
+        buffers = base.initial_buffers
         self.infinite = frozenset(name for name, value in buffers.items() if not_finite({name: value}))
 
     def notes(self, trainer: Any) -> list[str]:

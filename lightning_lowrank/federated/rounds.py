@@ -114,7 +114,7 @@ class Rounds(Untraced):
             # A secret by which cohorts are drawn is another now.
             data.plan = data.plan if coordinator.private is None else None
         self.further = FurtherModels(data, coordinator)
-        coordinator.setup()
+        coordinator.setup(continues=before is not None and before.coordinator.algorithm is settings.algorithm)
         if coordinator.clock is not None and coordinator.clock.counts_operations:
             # Before an execution puts its own step in the place of the module's.
             coordinator.clock.operations = Operations(settings.algorithm, server.base, *data.example())
@@ -145,8 +145,9 @@ class Rounds(Untraced):
     def take_optimizers(self, trainer: Any) -> None:
         """Go on with optimizers and schedulers that the trainer has set up anew."""
         self.execution.optimizers = self._optimizers = ClientOptimizers(trainer, self._settings)
-        self.coordinator.server.base.optimizers = trainer.optimizers
-        self.coordinator.setup()
+        base = self.coordinator.server.base
+        base.optimizers = trainer.optimizers
+        self._algorithm.setup_optimizers(base)
 
     def start(self) -> Callable[[], None]:
         """Let the algorithm train in its own way, where it has one, and return what ends that."""

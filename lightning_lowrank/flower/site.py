@@ -382,10 +382,10 @@ class _FlowerCoordinator(SiteCoordinator):
         super().__init__(*parts)
         self._site = site
 
-    def setup(self) -> None:
+    def setup(self, continues: bool = False) -> None:
         """Let the method and the wire look at the module, as the site has followed it."""
         self._site.restore(self)
-        super().setup()
+        super().setup(continues)
 
     def broadcasts(self, round_number: int) -> Iterable[bytes]:
         """Return the broadcasts, after the optimizers have taken over the round's options."""
