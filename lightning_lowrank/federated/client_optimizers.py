@@ -199,7 +199,7 @@ class ClientOptimizers:
         self._own = self._options_of(client)
         for optimizer in self._optimizers:
             for group in optimizer.param_groups:
-                group.update(self._own)
+                group.update(copy.deepcopy(self._own))
 
     def end_client(self, client: int, steps: int) -> None:
         """Give the common options back, and remember where the client with the most steps ended.

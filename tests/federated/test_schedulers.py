@@ -24,6 +24,39 @@ def test_a_decay_each_round_is_kept_where_the_last_client_is_not_the_longest(tmp
     assert [group["lr"] for group in run.optimizers[0].param_groups] == [0.1 * 0.5**3]
 
 
+class HalvesInPlace(Module):
+    """Halves an option that is a tensor in each step."""
+
+    def __init__(self, option):
+        super().__init__(
+            optimizer=partial(torch.optim.SGD, lr=torch.tensor(0.1), weight_decay=torch.tensor(0.25)),
+        )
+        self.option = option
+        self.first = []
+
+    def training_step(self, batch, batch_idx):
+        (group,) = self.optimizers().param_groups
+        if batch_idx == 0:
+            self.first.append(float(group[self.option]))
+        group[self.option].mul_(0.5)
+        return super().training_step(batch, batch_idx)
+
+
+@pytest.mark.parametrize("execution", [{}, {"execution": "vectorized", "chunk_size": 1}], ids=["alone", "together"])
+def test_options_that_steps_change_in_place_are_each_clients_own(tmp_path, execution):
+    module = HalvesInPlace("lr")
+    loop = FederatedLoop(FedAvg(), clients=4, summary=False, **execution)
+    fit(trainer(tmp_path, loop, max_epochs=1, limit_val_batches=0), module, Data())
+    assert module.first == pytest.approx([0.1] * 4)
+
+
+def test_a_clients_own_options_that_steps_change_in_place_are_refused(tmp_path):
+    settings = {0: {"weight_decay": torch.tensor(0.5)}}
+    loop = FederatedLoop(FedAvg(), clients=4, summary=False, client_settings=settings)
+    with pytest.raises(MisconfigurationException, match=r"client 0.*weight_decay=0\.5"):
+        fit(trainer(tmp_path, loop, limit_val_batches=0), HalvesInPlace("weight_decay"), Data())
+
+
 class Counted(torch.optim.SGD):
     """Counts steps in its groups, as schedule-free optimizers and Prodigy do, and says what it found."""
 
