@@ -278,6 +278,28 @@ def test_methods_and_objectives_see_flipped_labels(tmp_path):
     assert all(value.isfinite().all() for value in weights(module).values())
 
 
+def test_attackers_know_the_labels_that_the_users_function_finds(tmp_path):
+    targets = torch.arange(24) % 3
+    # Of the last tensor nobody would say that it has the labels.
+    data = TensorDataset(torch.randn(24, 6, generator=torch.Generator().manual_seed(0)), targets, torch.rand(24))
+
+    class Weighted(Module):
+        def training_step(self, batch, batch_idx):
+            return super().training_step(batch[:2], batch_idx)
+
+    def run(**arguments):
+        loop = FederatedLoop(FedAvg(), clients=2, attackers=LabelFlip([0]), summary=False, **arguments)
+        fit(trainer(tmp_path, loop, max_epochs=1, limit_val_batches=0), Weighted(), Data(data))
+        return loop
+
+    # Three classes: c becomes 2 - c.
+    loop = run(labels=lambda dataset: dataset.tensors[1])
+    flipped = 2 - targets[loop.indices[0]]
+    assert torch.equal(loop.data.labels_of(0), flipped)
+    with pytest.raises(MisconfigurationException, match="LabelFlip"):
+        run()
+
+
 def test_unlabelled_data_are_refused(tmp_path):
     class Reconstructs(Module):
         def training_step(self, batch, batch_idx):
