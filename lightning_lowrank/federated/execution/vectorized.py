@@ -149,12 +149,12 @@ class Vectorized(Execution):
     def _leave_out(self, failed: Collection[int]) -> None:
         """Stack the clients again without those that failed to begin."""
         assert self._stack is not None
-        self._stack.close()
+        before, self._stack = self._stack, None
+        before.close()
         places = [place for place, client in enumerate(self.clients) if client.id not in failed]
-        before, stack = self._stack.values, self._new_stack(len(places))
-        self._stack = stack
+        stack = self._stack = self._new_stack(len(places))
         for name, value in stack.values.items():
-            value.copy_(before[name][places])
+            value.copy_(before.values[name][places])
         self.clients = [
             dataclasses.replace(self.clients[place], model=stack.client(number)) for number, place in enumerate(places)
         ]

@@ -2,6 +2,7 @@
 
 import copy
 from functools import partial
+from operator import is_ as operator_is
 
 import pytest
 import torch
@@ -45,6 +46,30 @@ def test_a_failing_step_leaves_the_module_as_it_was(tmp_path):
         run(tmp_path, "vectorized", module=lambda: module, on_client_error="raise")
     assert "training_step" not in vars(module)
     assert all(value.ndim <= 2 for value in module.state_dict().values())
+
+
+@pytest.mark.parametrize("fails", ["the optimizers' state", "a hook"])
+def test_a_stack_that_cannot_be_made_leaves_nothing(tmp_path, monkeypatch, fails):
+    module, made = Module(optimizer=torch.optim.Adagrad), []
+
+    def fails_once(*arguments):
+        made.append(arguments)
+        raise MemoryError("no luck")
+
+    def begins(trainer, pl_module):
+        if fails == "a hook":
+            monkeypatch.setattr(Tensor, "register_hook", fails_once)
+        else:
+            own = stack.fresh_state
+            monkeypatch.setattr(stack, "fresh_state", lambda optimizer: own(optimizer) if made else fails_once())
+
+    with pytest.raises(MemoryError, match="no luck"):
+        run(tmp_path, "vectorized", module=lambda: module, callbacks=[LambdaCallback(on_train_epoch_start=begins)])
+    assert made
+    assert not {"training_step", "configure_gradient_clipping"} & vars(module).keys()
+    held = [value for group in module.trainer.optimizers[0].param_groups for value in group["params"]]
+    assert all(map(operator_is, held, module.parameters()))
+    assert not any(value._backward_hooks for value in module.parameters())
 
 
 class Branch(Module):
