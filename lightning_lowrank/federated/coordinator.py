@@ -46,6 +46,7 @@ from lightning_lowrank.federated.state import (
 )
 from lightning_lowrank.federated.system import Clock
 from lightning_lowrank.federated.wire import Wire
+from lightning_lowrank.internals.torch import is_unchanged, version_of
 from lightning_lowrank.seeding import derive_seed
 
 
@@ -82,6 +83,8 @@ class Coordinator:
         if self.wire.splits:
             server.transmit = self._transmit
         self._received: dict[int, dict[str, Tensor]] = {}
+        self._copies: dict[str, tuple[Tensor, int, Tensor]] = {}
+        self._sent: dict[int, Packet] = {}
         self.failed: dict[int, str] = {}
         """Clients of the round that failed while they trained, and why."""
         self.answered: list[int] = []
@@ -191,6 +194,7 @@ class Coordinator:
         self._follow(server.base.parameters(live))
         server.adopt(live, shown=self.algorithm.global_model(server))
         self.failed, self.answered, self._first_error = {}, [], None
+        self._copies, self._sent = {}, {}
         self.algorithm.begin_round(server)
         if self.wire.holds_copy:
             first = self.any_client
@@ -283,6 +287,8 @@ class Coordinator:
         Raises:
             MisconfigurationException: If the method sends clients different values, and all are to hold one copy.
         """
+        if client.id in self._sent:
+            return self._sent[client.id]
         message = self.message(client)
         if not self.wire.holds_copy:
             return self._down(message, client)
@@ -325,8 +331,24 @@ class Coordinator:
         packet = self.broadcast(client)
         self._tell_down(client, packet.nbytes)
         if self.settings.uplink:
-            self._received[client.id] = detached(packet.received)
+            self._received[client.id] = self._copied(packet.received)
+        if self._puts_on_own or self._sees_messages:
+            self._keep(client, packet)
         return Message(packet.received)
+
+    def _keep(self, client: ClientInfo, packet: Packet) -> None:
+        """Keep a packet until the client's message is received, which is measured by it."""
+        self._sent[client.id] = packet
+
+    def _copied(self, received: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Copies of a broadcast, the same ones as long as clients are sent the same values."""
+        if self.settings.downlink:
+            return detached(received)
+        for name, value in received.items():
+            before = self._copies.get(name)
+            if before is None or not is_unchanged(*before[:2], value):
+                self._copies[name] = value, version_of(value), value.detach().clone()
+        return {name: self._copies[name][2] for name in received}
 
     def counted(self) -> dict[str, Any]:
         """Return what `state_dict` has of what `send` counts and keeps."""
@@ -388,6 +410,7 @@ class Coordinator:
         """
         self.states[client] = state
         self._received.pop(client, None)
+        self._sent.pop(client, None)
         self.failed[client] = described(error)
         self._tell_absent(client)
         self._first_error = self._first_error or error
@@ -440,6 +463,8 @@ class Coordinator:
             own, held = self.message(client).tensors, self.broadcast(client).received
             tensors = self.wire.onto_own(self.server.base, tensors, self.origin(own), self.origin(held))
         self._take(Arrival(client, Message(tensors), self.settings.weight_of(client), self.origin_of))
+        # A lossy downlink's packets take the memory of a model each.
+        self._sent.pop(client.id, None)
 
     def _take(self, arrival: Arrival, first: int = 0) -> None:
         """Hand an arrival to the stages from place ``first`` on, and then to the method."""
@@ -542,6 +567,7 @@ class Coordinator:
             )
         server.aggregator = server.aggregator.fresh()
         self._broadcast_to_all = None
+        self._copies, self._sent = {}, {}
         # Its traceback holds on to the step that failed.
         self._first_error = None
 
@@ -549,6 +575,7 @@ class Coordinator:
         """End the round without an answer: what it was to begin with stays."""
         self.server.announcement, self.server.encoded = {}, b""
         self.server.aggregator = self.server.aggregator.fresh()
+        self._copies, self._sent = {}, {}
         self._broadcast_to_all = self._first_error = None
 
     def figures(self) -> dict[str, float]:

@@ -401,6 +401,21 @@ def version_of(tensor: Tensor) -> int:
     return 0 if tensor.is_inference() else tensor._version
 
 
+def is_unchanged(before: Tensor, version: int, now: Tensor) -> bool:
+    """Return whether a tensor is another one's memory, as of this `version_of`, as ``detach`` gives it.
+
+    Example:
+        >>> value = torch.zeros(2)
+        >>> is_unchanged(value, version_of(value), value.detach()), is_unchanged(value, version_of(value), value + 0)
+        (True, False)
+    """
+    if before.is_inference() or now.is_inference() or not before.layout is now.layout is torch.strided:
+        return False
+    form = before.dtype, before.shape, before.stride()
+    same = before is now or (before.data_ptr() == now.data_ptr() != 0 and form == (now.dtype, now.shape, now.stride()))
+    return same and now._version == version
+
+
 def own_children(module: nn.Module) -> MutableMapping[str, Any]:
     """Return the table of the modules that a module holds itself.
 

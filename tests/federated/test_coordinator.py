@@ -1,13 +1,29 @@
 """How a round's arrivals become one value: by the rule that the user gives, in every method that averages."""
 
+from collections import Counter
 from functools import partial
 
 import pytest
 import torch
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
-from lightning_lowrank import SCAFFOLD, FedAvg, FedAvgM, FedDyn, FederatedLoop, FedProx, FromIndices, TopK
+from lightning_lowrank import (
+    SCAFFOLD,
+    ClientPrivacy,
+    CoordinateMedian,
+    FedAvg,
+    FedAvgM,
+    FedDyn,
+    FederatedLoop,
+    FedProx,
+    FromIndices,
+    Half,
+    RoundStage,
+    TopK,
+)
 from lightning_lowrank.aggregation import KeepsArrivals, WeightedMean
+from lightning_lowrank.federated.coordinator import Coordinator
+from lightning_lowrank.federated.wire import Wire
 from tests.algorithms.written_out import (
     CLIENTS,
     EXECUTIONS,
@@ -19,7 +35,7 @@ from tests.algorithms.written_out import (
     resumed_ends,
     sgd,
 )
-from tests.helpers import Data, Module, blobs, fit, trainer, weights
+from tests.helpers import Data, Module, assert_same, blobs, fit, trainer, weights
 
 
 class Median(KeepsArrivals):
@@ -41,6 +57,65 @@ class Clipped(WeightedMean):
 
     def add_stacks(self, stacks, weights):
         super().add_stacks(stacks, [min(weight, self.most) for weight in weights])
+
+
+class ReadsUpdates(RoundStage):
+    """Reads the change of each message."""
+
+    def arrived(self, arrival):
+        self.norm = sum(float(value.norm()) for value in arrival.update().values())
+        return arrival
+
+
+@pytest.mark.parametrize("execution", EXECUTIONS)
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"aggregator": CoordinateMedian(), "stages": [ReadsUpdates()]},
+        {"stages": [ReadsUpdates()]},
+        {"privacy": ClientPrivacy(sampling="fixed", noise_multiplier=1.0), "weighting": "uniform"},
+    ],
+    ids=["robust", "stage", "private"],
+)
+def test_a_broadcast_is_encoded_once_for_each_client(tmp_path, monkeypatch, execution, settings):
+    found, encoded, own = [], Counter(), Wire._down
+
+    def counting(self, base, message, client):
+        encoded[client.round, client.id] += 1
+        return own(self, base, message, client)
+
+    monkeypatch.setattr(Wire, "_down", counting)
+    for remembers in (True, False):
+        monkeypatch.setattr(Coordinator, "_keep", Coordinator._keep if remembers else lambda *arguments: None)
+        encoded.clear()
+        module = Module()
+        loop = FederatedLoop(
+            FedAvg(), clients=4, downlink=[Half()], execution=execution, seed=0, summary=False, **settings
+        )
+        fit(trainer(tmp_path, loop, limit_val_batches=0, max_epochs=2), module, Data())
+        found.append((weights(module), loop.ledger.state_dict(), [encoded[0, client] for client in range(1, 4)]))
+    (ended, bytes_of, once), (expected, bytes_of_expected, more) = found
+    assert_same(ended, expected)
+    assert bytes_of == bytes_of_expected
+    assert once == [1, 1, 1]
+    assert min(more) > 1
+
+
+@pytest.mark.parametrize("method", [FedAvg, SCAFFOLD])
+def test_clients_together_hold_one_copy_of_what_all_were_sent(tmp_path, method):
+    held = []
+
+    class Looks(Module):
+        def training_step(self, batch, batch_idx):
+            received = loop.coordinator._received
+            held.append((len(received), len({id(value) for each in received.values() for value in each.values()})))
+            return super().training_step(batch, batch_idx)
+
+    loop = FederatedLoop(method(), clients=4, uplink=[Half()], execution="vectorized", summary=False)
+    module = fit(trainer(tmp_path, loop, limit_val_batches=0, max_epochs=2), Looks(), Data())
+    names = len(loop.coordinator.message(loop.coordinator.info(0)).tensors)
+    assert set(held) == {(4, names)}
+    assert all(value.isfinite().all() for value in weights(module).values())
 
 
 @pytest.mark.slow
