@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from lightning_lowrank.federated.data.whole_batches import WholeBatches
+from lightning_lowrank.federated import loop
 from lightning_lowrank.federated.local import LocalTraining
 from lightning_lowrank.layers import CP, BlockKronecker, Hadamard, MatrixProduct
 
@@ -221,5 +221,5 @@ def lightnings_own(active: bool = True) -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         if active:
             patch.setattr(LocalTraining, "_is_plain", lambda self: False)
-            patch.setattr(WholeBatches, "begin", lambda self, loader: lambda: None)
+            patch.setattr(loop, "read_on_device", lambda loader, data: None)
         yield

@@ -18,7 +18,7 @@ from lightning_lowrank.arguments import Configured
 from lightning_lowrank.configuration import check_integer, check_number
 from lightning_lowrank.federated.algorithm import inherits
 from lightning_lowrank.federated.checks import check_factors_move, refuse_batch_norm
-from lightning_lowrank.federated.data.loader import check_loader
+from lightning_lowrank.federated.data.loader_checks import check_loader
 from lightning_lowrank.federated.data.poisson import PoissonLoader
 from lightning_lowrank.federated.data.sampling import NeedsPoissonBatches
 from lightning_lowrank.federated.execution.base import while_training

@@ -21,7 +21,7 @@ from lightning_lowrank.configuration import check_integer
 from lightning_lowrank.federated import FederatedLoop
 from lightning_lowrank.federated.algorithm import CompletesModels
 from lightning_lowrank.federated.data.columns import describe
-from lightning_lowrank.federated.data.loader import loader_like
+from lightning_lowrank.federated.data.loader_checks import loader_like
 from lightning_lowrank.federated.randomness import OwnGenerators, StepRandomness
 from lightning_lowrank.internals.lightning import batch_transfer, check_namespace
 from lightning_lowrank.internals.torch import BATCH_NORMS
@@ -318,4 +318,5 @@ def _shuffled_alike(loader: DataLoader, dataset: Any) -> DataLoader:
     # A batch of one sample has no variance, and torch refuses it after a linear layer.
     one_left = len(dataset) > 1 and len(dataset) % size == 1
     sampler = RandomSampler(dataset, generator=generator(0, "static batch norm"))
-    return loader_like(loader, dataset, size, sampler, one_left or (loader.drop_last and len(dataset) >= size))
+    drop_last = one_left or (loader.drop_last and len(dataset) >= size)
+    return loader_like(loader, dataset, batch_size=size, sampler=sampler, drop_last=drop_last)

@@ -72,8 +72,6 @@ def collate_images(samples: Any) -> Any:
 
 
 collate_images.deterministic = True  # type: ignore[attr-defined]
-# No sample changes what becomes of another, so that one large batch may be cut into several.
-collate_images.sample_by_sample = True  # type: ignore[attr-defined]
 
 
 class TensorImages(HasColumns, Dataset[tuple[Tensor, int]]):
@@ -186,12 +184,14 @@ class TensorImages(HasColumns, Dataset[tuple[Tensor, int]]):
 
 
 class _Normalised:
-    """Images that are kept normalised, which takes four bytes for each of theirs."""
+    """Normalised images, which take four bytes for each of theirs, and the constants of normalisation on a device."""
 
     def __init__(self) -> None:
         self._of: tuple[Any, ...] = ()
         self._read = 0
         self._images: Tensor | None = None
+        self._constants: tuple[Tensor, ...] = ()
+        self._constants_of: tuple[Any, ...] = ()
 
     def __getstate__(self) -> dict[str, Any]:
         # Neither copies nor other processes get them.
@@ -215,16 +215,25 @@ class _Normalised:
             self._images, _ = _RowsOfImages(images).make((images.images, images.targets), None)
         return self._images
 
+    def constants(self, images: TensorImages, device: torch.device) -> tuple[Tensor, ...]:
+        """The greatest pixel value, the means and the standard deviations on a device, copied once."""
+        parts = images.mean, images.std
+        # The tensors are held, so that no others have their addresses.
+        of = images.pixel_max, device, *map(written, parts), parts
+        if self._constants_of[:-1] != of[:-1]:
+            self._constants_of = of
+            values = (images.pixel_max, *parts)
+            self._constants = tuple(torch.as_tensor(each, dtype=torch.float32).to(device) for each in values)
+        return self._constants
+
 
 class _RowsOfImages:
-    """Makes batches of rows on any device: the `lightning_lowrank.federated.data.device.Rows` of `TensorImages`."""
+    """The `lightning_lowrank.federated.data.tensor_rows.TensorRows` of `TensorImages`, on any device."""
 
     collates = (default_collate, collate_images)
 
     def __init__(self, images: TensorImages) -> None:
         self._images = images
-        self._of: tuple[Any, ...] = ()
-        self._constants: tuple[Tensor, ...] = ()
 
     @property
     def tensors(self) -> tuple[Tensor, Tensor]:
@@ -250,16 +259,12 @@ class _RowsOfImages:
         pixels, targets = rows
         if draws is not None:
             pixels = self._augment(pixels, draws)
-        of = self._images.pixel_max, self._images.mean, self._images.std
-        if pixels.device.type == "cpu":
-            return [pixels.float().div_(of[0]).sub_(of[1]).div_(of[2]), targets]
-        if self._of[1:] != (*map(id, of), pixels.device):
+        images = self._images
+        of: tuple[Any, ...] = images.pixel_max, images.mean, images.std
+        if pixels.device.type != "cpu":
             # To divide by a number, a GPU would multiply by its reciprocal, which rounds otherwise.
-            self._constants = tuple(torch.as_tensor(each, dtype=torch.float32).to(pixels.device) for each in of)
-            # They are held, so that no other has their ids.
-            self._of = of, *map(id, of), pixels.device
-        pixel_max, mean, std = self._constants
-        return [pixels.float().div_(pixel_max).sub_(mean).div_(std), targets]
+            of = images.normalised.constants(images, pixels.device)
+        return [pixels.float().div_(of[0]).sub_(of[1]).div_(of[2]), targets]
 
     def _augment(self, pixels: Tensor, draws: Tensor) -> Tensor:
         samples, _, height, width = pixels.shape

@@ -25,10 +25,11 @@ from torchmetrics import Metric, MetricCollection
 
 from lightning_lowrank.federated.algorithm import CompletesModels, detached, inherits
 from lightning_lowrank.federated.coordinator import Coordinator
+from lightning_lowrank.federated.data.batches import BatchReader, Request
 from lightning_lowrank.federated.data.device import DeviceData
 from lightning_lowrank.federated.data.evaluation_samples import matched_labels
 from lightning_lowrank.federated.data.labels import find_named_labels, numbered_alike
-from lightning_lowrank.federated.data.loader import Request, SeededBatches, batch_reader, check_loader
+from lightning_lowrank.federated.data.loader_checks import check_loader
 from lightning_lowrank.federated.data.rounds import RoundData
 from lightning_lowrank.federated.execution.processes import ClientParallelStrategy
 from lightning_lowrank.federated.logbook import Logbook
@@ -155,9 +156,7 @@ class ClientEvaluation:
         self.higher_is_better: dict[str, bool] = {}
         """What the metric objects that the last run logged say of themselves, by the names they were logged under."""
         self._requests: list[Request] = []
-        self._read_requests = batch_reader(plain, SeededBatches(plain.dataset, plain.collate_fn), self._requests)
-        if device_data is not None:
-            self._read_requests = device_data.reader(plain, self._requests, self._read_requests)
+        self._reader = BatchReader(plain, lambda: self._requests, device_data=device_data)
 
     @property
     def samples(self) -> dict[int, int]:
@@ -270,7 +269,7 @@ class ClientEvaluation:
             self._requests.extend(
                 Request(self._batch_of(client, number), step_seed(seed, number)) for number in range(count)
             )
-        return self._read_requests()
+        return self._reader.read()
 
 
 class _Step:

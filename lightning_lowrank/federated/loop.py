@@ -42,12 +42,12 @@ from lightning_lowrank.federated.checks import (
 )
 from lightning_lowrank.federated.client_evaluation import NO_VALIDATION, NOT_JUDGED, left_out, validates_rounds
 from lightning_lowrank.federated.coordinator import Coordinator
+from lightning_lowrank.federated.data.batches import read_on_device
 from lightning_lowrank.federated.data.device import DeviceData
 from lightning_lowrank.federated.data.indices import ClientIndices
 from lightning_lowrank.federated.data.planner import RoundPlan
 from lightning_lowrank.federated.data.rounds import RoundData
 from lightning_lowrank.federated.data.sampling import NeedsPoissonBatches
-from lightning_lowrank.federated.data.whole_batches import WholeBatches
 from lightning_lowrank.federated.execution.processes import ClientParallelStrategy, SharedCoordinator, shared_by
 from lightning_lowrank.federated.fingerprint import (
     check_same_experiment,
@@ -153,7 +153,6 @@ class FederatedLoop(FederatedSettings, Callback):
         self._device_data: DeviceData | None = None
         self._facts: RunFacts | None = None
         self._turns: ClientTurns | None = None
-        self._whole: WholeBatches | None = None
         self._resumed_inside = False
         self._evaluation_log: Logbook | None = None
 
@@ -170,7 +169,6 @@ class FederatedLoop(FederatedSettings, Callback):
             "_device_data",
             "_facts",
             "_turns",
-            "_whole",
             "_evaluation_log",
         )
         return {name: value for name, value in vars(self).items() if name not in own}
@@ -277,7 +275,6 @@ class FederatedLoop(FederatedSettings, Callback):
         # A plain function: torch marks the hook, and a deepcopy of the module must not copy this callback.
         restore(pl_module.register_state_dict_post_hook(lambda *state: self._show_global_state(*state)).remove)
         restore(pl_module.register_load_state_dict_pre_hook(refuse_other_shapes).remove)
-        self._whole = WholeBatches(self._device_data)
 
     def _turns_of(self, trainer: pl.Trainer) -> ClientTurns:
         """Return what makes a turn of Lightning's loop a client or a chunk of clients."""
@@ -305,13 +302,15 @@ class FederatedLoop(FederatedSettings, Callback):
         if self._data is not None:
             self._data.device_data = self._device_data
 
-    def _read_whole(self, trainer: pl.Trainer) -> None:
-        """Have the loaders of validation that are known by now read their batches in one piece."""
-        whole = self._whole
+    def _read_validation(self, trainer: pl.Trainer) -> None:
+        """Have the loaders of validation that exist by now gather their batches on the device, if samples are there."""
+        data = self._device_data
+        assert data is not None
 
         def begin(loader: DataLoader) -> DataLoader:
-            if whole is not None and whole.reads_as_usual(loader):
-                self._restore.callback(whole.begin(loader))
+            restore = read_on_device(loader, data)
+            if restore is not None:
+                self._restore.callback(restore)
             return loader
 
         apply_to_collection(trainer.val_dataloaders, DataLoader, begin)
@@ -399,7 +398,7 @@ class FederatedLoop(FederatedSettings, Callback):
             if not self._progress.round_open:
                 self.rounds.stop_if_spent(trainer.current_epoch)
         self._facts = RunFacts(trainer, self.indices)
-        self._read_whole(trainer)
+        self._read_validation(trainer)
 
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Plan no further round, and say so where a validation was due and no client's own model was judged."""
@@ -467,7 +466,7 @@ class FederatedLoop(FederatedSettings, Callback):
         if trainer.sanity_checking:
             return
         if trainer.state.fn == "fit":
-            self._read_whole(trainer)
+            self._read_validation(trainer)
             # Of several loaders Lightning shows each one's figures.
             self._evaluation_log = self._rounds.logbook if len(trainer.num_val_batches) == 1 else None
         if self._evaluation_log is not None:

@@ -44,7 +44,7 @@ PersonalTest = Literal["matched_labels", "by_client"]
 _CHOICES = {
     "execution": ExecutionName,
     "compile": Literal[False, True],
-    "data_on_device": Literal[False, True, "auto", "round"],
+    "data_on_device": Literal[False, True, "auto"],
     "buffers": BufferPolicy,
     "optimizer_state": OptimizerState,
     "on_client_error": OnClientError,
@@ -151,14 +151,13 @@ class FederatedSettings(Configured):
         data_on_device: Where samples are kept that are rows of tensors: those of a `torch.utils.data.TensorDataset`
             with torch's own collate function, of this package's images, and of a `torch.utils.data.Subset` of them.
             Batches are gathered, normalised and augmented there, without a loader's workers, with the same draws and
-            results. ``True``: in the memory of the device that trains. ``"round"``: there too, but only the samples of
-            a round's clients, which are sent while the round before goes on. ``False``: in main memory; batches are
+            results. ``True``: in the memory of the device that trains. ``False``: in main memory; batches are
             copied from pinned memory where the device is a CUDA GPU. ``"auto"`` (default): on other devices than the
             CPU as ``True`` where the samples take at most a quarter of the memory that is free at the first batch, and
-            else as ``"round"``; as ``False`` for other data, and where the module or datamodule overrides
+            else as ``False``; also as ``False`` for other data, and where the module or datamodule overrides
             ``on_before_batch_transfer`` or ``transfer_batch_to_device``. Evaluation batches are made on the device
-            where all samples are there and nothing is drawn; those of validation also need a loader in order without
-            workers.
+            where all samples are there; those of validation also need a loader without workers, over samples without
+            draws.
         personal_test: What each client's own model (`Algorithm.personal_model`; for most methods the global model) is
             tested on, each time validation runs between rounds: ``"matched_labels"``: the validation samples of the
             labels that it has in its training samples; a share in (0, 1): that share of its own samples, drawn at
@@ -220,7 +219,7 @@ class FederatedSettings(Configured):
     execution: ExecutionName = "sequential"
     chunk_size: int | None = None
     compile: bool = False
-    data_on_device: bool | Literal["auto", "round"] = field(default="auto", metadata=SAME_RESULT)
+    data_on_device: bool | Literal["auto"] = field(default="auto", metadata=SAME_RESULT)
     client_settings: dict[int | str, dict[str, Any]] | Callable[[int], Mapping[str, Any] | None] | None = None
     client_memory_limit: int | None = field(default=None, metadata=SAME_RESULT)
     personal_test: PersonalTest | float | None = None

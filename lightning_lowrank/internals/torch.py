@@ -481,43 +481,40 @@ def copy_versions(source: Any, target: Any) -> None:
 # Loaders
 
 
-def read_by(loader: DataLoader, read: Callable[..., Any], pinned: bool = True) -> Callable[[], None]:
-    """Have a loader without workers read its batches by a function, and do all else as before.
+def read_by(loader: DataLoader, begin: Callable[[], Callable[[list[int]], Any] | None]) -> Callable[[], None] | None:
+    """Have a loader without workers read its batches by a function, and do all else as before but for pinning them.
 
     There is no public way: another dataset or collate function would be seen in the loader's attributes, and another
     loader in the trainer. Under a torch without these parts the loader reads as before.
 
     Args:
         loader: The loader.
-        read: Gets the indices of a batch's samples and ``as_loader``, which reads them as the loader does.
-        pinned: Whether the loader may copy them to pinned memory, as it was told to; ``False`` where they are on a
-            device, which it would refuse.
+        begin: Returns at each iteration the function, which gets the indices of a batch's samples; ``None``: the loader
+            reads as before.
 
     Returns:
-        What gives the loader's own way back.
+        A function that undoes it; ``None`` if nothing was changed, as when the loader reads by a function already.
 
     Example:
         >>> loader = DataLoader([10, 20, 30], batch_size=2)
-        >>> restore = read_by(loader, lambda indices, as_loader: (indices, as_loader(indices)))
+        >>> restore = read_by(loader, lambda: sum)
         >>> list(loader)
-        [([0, 1], tensor([10, 20])), ([2], tensor([30]))]
+        [1, 2]
         >>> restore()
         >>> list(loader)
         [tensor([10, 20]), tensor([30])]
     """
-    if not hasattr(loader, "_get_iterator"):
-        return lambda: None
+    if not hasattr(loader, "_get_iterator") or "_get_iterator" in vars(loader):
+        return None
     make_iterator = loader._get_iterator
 
     def make_reading() -> Any:
-        iterator = make_iterator()
+        iterator, read = make_iterator(), begin()
         fetcher: Any = getattr(iterator, "_dataset_fetcher", None)
-        if hasattr(fetcher, "fetch"):
-            if not pinned:
-                if not hasattr(iterator, "_pin_memory"):
-                    return iterator
-                iterator._pin_memory = False
-            fetcher.fetch = functools.partial(read, as_loader=fetcher.fetch)
+        if read is not None and hasattr(fetcher, "fetch") and hasattr(iterator, "_pin_memory"):
+            # torch refuses to pin tensors of a device.
+            iterator._pin_memory = False
+            fetcher.fetch = read
         return iterator
 
     ends = ExitStack()

@@ -29,7 +29,7 @@ The contenders (`--contenders`): plain, stacked (a loop by hand as well, whose c
 default (`execution="sequential"`), auto, vectorized, compiled, pfl, flower. The last two take part in `fedavg_m` and
 `flute`, if they are installed. perturbed (for `fedmud`) is the plain loop whose initial weights are larger by one
 rounding. By name alone: default and vectorized without one engine of `experiments_contenders/engines.py`, such as
-default-kept.
+default-steps.
 
 Accuracies may differ by 0.005. Where the perturbed loop's are further from the plain loop's in any round, they may
 differ by as much, for rounding alone does that: batch normalisation amplifies it some tenfold in a round of `fedmud`

@@ -1,3 +1,4 @@
+import copy
 from itertools import product
 
 import numpy as np
@@ -8,6 +9,7 @@ from torch.utils.data import ConcatDataset, DataLoader, Subset
 from torchvision import transforms
 
 from lightning_lowrank.data import ImageBatch, TensorImages, collate_images
+from lightning_lowrank.federated.data.batches import Request, SeededBatches
 from tests.data.helpers import all_samples
 from tests.grids import daily, nightly_except
 
@@ -204,3 +206,100 @@ def test_tensor_images_refuses_what_does_not_fit(change, message):
     }
     with pytest.raises(ValueError, match=message):
         TensorImages(**{**arguments, **change})
+
+
+def digits(samples: int = 40, **arguments: int) -> TensorImages:
+    pixels = torch.randint(256, (samples, 1, 8, 8), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
+    return TensorImages(pixels, torch.arange(samples) % 10, [0.3], [0.7], **arguments)
+
+
+def read_all(images: TensorImages, times: int = 3) -> torch.Tensor:
+    """Read all samples several times; return those of the last time."""
+    batches = SeededBatches(images, collate_images)
+    for _ in range(times):
+        batches.begin()
+        found = batches.__getitems__(Request(np.arange(len(images))[::-1].copy(), seed=0))[0]
+    return found.flip(0)
+
+
+def as_fetched(images: TensorImages) -> torch.Tensor:
+    return images.images.float().div(images.pixel_max).sub(images.mean).div(images.std)
+
+
+def keeps(images: TensorImages) -> bool:
+    return images.normalised.of(images, 0) is not None
+
+
+def test_a_loader_reads_what_is_kept():
+    images = digits()
+    loader = DataLoader(images, 16, collate_fn=collate_images)
+    for kept in (False, True, True):
+        batches = list(loader)
+        assert torch.equal(torch.cat([inputs for inputs, _ in batches]), as_fetched(images))
+        assert keeps(images) is kept
+        # A step may write into its batch.
+        for inputs, _ in batches:
+            inputs.zero_()
+    images.images[3] = 255 - images.images[3]
+    assert torch.equal(next(iter(loader))[0], as_fetched(images)[:16])
+
+
+def test_images_are_kept_normalised_once_as_many_have_been_read_as_there_are():
+    images = digits()
+    expected = as_fetched(images)
+    assert torch.equal(read_all(images, times=1), expected)
+    assert not keeps(images)
+    assert torch.equal(read_all(images, times=1), expected)
+    assert keeps(images)
+    found = read_all(images, times=1)
+    assert torch.equal(found, expected)
+    # A step may write into its batch.
+    found.zero_()
+    assert torch.equal(read_all(images), expected)
+    assert not keeps(copy.deepcopy(images))
+
+
+@pytest.mark.parametrize("change", ["pixels", "other pixels", "mean", "other std", "pixel_max"])
+def test_kept_images_are_those_of_the_pixels_and_constants_that_they_are_read_with(change):
+    images = digits()
+    before = read_all(images)
+    assert keeps(images)
+    if change == "pixels":
+        images.images[3] = 255 - images.images[3]
+    elif change == "other pixels":
+        images.images = 255 - images.images
+    elif change == "mean":
+        images.mean += 0.1
+    elif change == "other std":
+        images.std = images.std * 2
+    else:
+        images.pixel_max = 128
+    expected = as_fetched(images)
+    assert not torch.equal(expected, before)
+    assert torch.equal(read_all(images), expected)
+
+
+def test_images_are_not_kept_where_they_are_drawn_or_take_too_much_memory(monkeypatch):
+    drawn = digits(mirror=True)
+    read_all(drawn)
+    assert not keeps(drawn)
+    images = digits()
+    monkeypatch.setattr("lightning_lowrank.data.images._MOST_KEPT", 4 * images.images.numel() - 1)
+    expected = as_fetched(images)
+    assert torch.equal(read_all(images), expected)
+    assert not keeps(images)
+
+
+@pytest.mark.parametrize("change", ["mean in place", "other std", "pixel_max", "nothing"])
+def test_constants_on_a_device_are_those_of_the_images(change):
+    images, place = digits(), torch.device("cpu")
+    before = images.normalised.constants(images, place)
+    if change == "mean in place":
+        images.mean += 0.1
+    elif change == "other std":
+        images.std = images.std * 2
+    elif change == "pixel_max":
+        images.pixel_max = 128
+    after = images.normalised.constants(images, place)
+    assert [float(value) for value in after] == [float(images.pixel_max), float(images.mean), float(images.std)]
+    assert (after is before) == (change == "nothing")

@@ -245,7 +245,7 @@ def test_an_image_below_a_class_is_refused(tmp_path):
 def test_users_functions_get_the_users_dataset():
     from torch.utils.data import BatchSampler, SequentialSampler
 
-    from lightning_lowrank.federated.data.loader import check_loader
+    from lightning_lowrank.federated.data.loader_checks import check_loader
 
     class ReadsLists(torch.utils.data.Dataset):
         ward = ["north", "south"] * 5

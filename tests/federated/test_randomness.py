@@ -11,8 +11,7 @@ from torch import nn
 from torch.utils.data import ConcatDataset, DataLoader, Dataset, Subset, default_collate
 
 from lightning_lowrank import FedAvg, FederatedLoop, FromIndices, StaticBatchNorm
-from lightning_lowrank.federated.data.blocks import Request
-from lightning_lowrank.federated.data.loader import SeededBatches
+from lightning_lowrank.federated.data.batches import Request, SeededBatches
 from lightning_lowrank.federated.randomness import OwnGenerators
 from tests.federated.execution.runs import UNEVEN
 from tests.grids import daily, nightly_except

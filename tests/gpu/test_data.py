@@ -52,7 +52,6 @@ def test_batches_are_the_same_wherever_samples_are(place, tmp_path, execution):
             (False, workers),
             (True, {}),
             (True, workers),
-            ("round", {}),
             ("auto", pinned),
         )
     ]

@@ -170,32 +170,26 @@ def test_lengths_of_schedules():
 def test_loaders_read_by_a_function(monkeypatch):
     loader = torch.utils.data.DataLoader(range(5), batch_size=2)
     assert hasattr(loader, "_get_iterator")
-    assert hasattr(iter(loader), "_dataset_fetcher"), (
-        "torch reads batches elsewhere: those of validation and test loaders are read sample by sample"
-    )
+    for name in ("_dataset_fetcher", "_pin_memory"):
+        assert hasattr(iter(loader), name), "torch reads batches elsewhere: those of validation are read on the host"
     read = []
-    restore = internals.read_by(loader, lambda indices, as_loader: read.append(indices) or as_loader(indices) + 1)
+    restore = internals.read_by(loader, lambda: lambda indices: read.append(indices) or len(indices))
+    assert internals.read_by(loader, lambda: pytest.fail("reads by a function already")) is None
     torch.manual_seed(0)
-    assert [batch.tolist() for batch in loader] == [[1, 2], [3, 4], [5]]
+    assert list(loader) == [2, 2, 1]
     ours = torch.rand(())
     restore()
     torch.manual_seed(0)
     assert [batch.tolist() for batch in loader] == [[0, 1], [2, 3], [4]]
     assert torch.equal(torch.rand(()), ours), "a loader draws one number each time that it is read"
     assert read == [[0, 1], [2, 3], [4]]
-    assert hasattr(iter(loader), "_pin_memory"), (
-        "torch pins elsewhere: batches of loaders that pin are read on the host"
-    )
-    restore = internals.read_by(loader, lambda indices, as_loader: len(indices), pinned=False)
-    assert list(loader) == [2, 2, 1]
-    restore()
     pinning = torch.utils.data.DataLoader(range(5), batch_size=5)
-    # What torch finds there if it has a GPU.
+    # As torch does with a GPU.
     pinning.pin_memory = True
     monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
-    for pinned in (True, False):
-        restore = internals.read_by(pinning, lambda indices, as_loader: as_loader(indices), pinned=pinned)
-        assert vars(pinning._get_iterator())["_pin_memory"] is pinned
+    for reads in (True, False):
+        restore = internals.read_by(pinning, lambda reads=reads: len if reads else None)
+        assert vars(pinning._get_iterator())["_pin_memory"] is not reads
         restore()
 
 

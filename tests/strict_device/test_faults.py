@@ -31,7 +31,8 @@ from lightning_lowrank import (
 from lightning_lowrank.aggregation import LoRAA2
 from lightning_lowrank.data import TensorImages, collate_images
 from lightning_lowrank.federated import logbook
-from lightning_lowrank.federated.data import device as device_data
+from lightning_lowrank.federated.data import batches
+from lightning_lowrank.federated.data.device import DeviceData
 from lightning_lowrank.federated.execution import auto, memory, why_not
 from lightning_lowrank.federated.execution.processes import ClientParallelStrategy
 from lightning_lowrank.federated.local import LocalTraining
@@ -388,34 +389,29 @@ def test_a_round_waits_where_it_begins_and_ends(tmp_path, counted):
 
 
 @pytest.mark.parametrize("execution", ["sequential", "vectorized"])
-@pytest.mark.parametrize("wanted", ["auto", "round"])
-def test_images_are_read_on_the_device(tmp_path, monkeypatch, wanted, execution):
+def test_images_are_read_on_the_device(tmp_path, monkeypatch, execution):
     draws = torch.Generator().manual_seed(0)
     pixels = torch.randint(256, (96, 3, 4, 4), dtype=torch.uint8, generator=draws)
     targets = torch.randint(4, (96,), generator=draws)
     images = TensorImages(pixels, targets, [0.5] * 3, [0.25] * 3, crop_padding=1, mirror=True)
-    sent, send = [], device_data.sent
+    sent, send = [], batches.sent
 
     def sending(tensor, where):
-        sent.append((where.type, tensor.dtype, tensor.shape))
+        # Clients together are tried with batches of the host.
+        if where.type == device.NAME:
+            sent.append((tensor.dtype, tensor.shape))
         return send(tensor, where)
 
-    monkeypatch.setattr(device_data, "sent", sending)
-    copies, copy_of = [], device_data.DeviceData.copy_of
-    monkeypatch.setattr(
-        device_data.DeviceData, "copy_of", lambda self, each: copies.append(each.dtype) or copy_of(self, each)
-    )
+    monkeypatch.setattr(batches, "sent", sending)
+    copies, copy_of = [], DeviceData.copy_of
+    monkeypatch.setattr(DeviceData, "copy_of", lambda self, each: copies.append(each.dtype) or copy_of(self, each))
     net = nn.Sequential(nn.Flatten(), nn.Linear(48, 4))
-    loop, rounds = loop_of(execution=execution, data_on_device=wanted), OfRounds()
+    loop, rounds = loop_of(execution=execution, data_on_device="auto"), OfRounds()
     made = trainer(tmp_path, loop, rounds, limit_val_batches=0, max_epochs=4)
     made.fit(Module(net), DataLoader(images, 8, shuffle=True, collate_fn=collate_images))
-    assert {where for where, *_ in sent} == {device.NAME}
     # A round's indices, and its draws: two offsets and whether it is mirrored.
-    plans = [(dtype, tuple(shape)) for _, dtype, shape in sent if dtype == torch.int64 and 96 in shape]
-    assert plans.count((torch.int64, (3, 96))) == 4
-    assert (torch.uint8 in copies) is (wanted == "auto")
-    pools = [tuple(shape) for _, dtype, shape in sent if dtype == torch.uint8]
-    assert (pools != []) is (wanted == "round")
+    assert sent == 4 * [(torch.int64, (96,)), (torch.int64, (3, 96))]
+    assert torch.uint8 in copies
     # Beside these, what clients begin with and the weights of what is logged.
     crossing = {name: count for name, count in rounds.found[3].items() if "copy to the device" in name}
     assert crossing.pop(f"{device.SYNC}copy to the device", 0) <= 1

@@ -9,8 +9,8 @@ import numpy as np
 import torch
 from torch.utils.data import DataLoader
 
-from lightning_lowrank.federated.data.blocks import Request
-from lightning_lowrank.federated.data.loader import SeededBatches, batch_reader, batches_of
+from lightning_lowrank.federated.data.batches import BatchReader, Request
+from lightning_lowrank.federated.data.loader_checks import batches_of
 from lightning_lowrank.federated.data.sampling import drawn_by_poisson, rate_of
 from lightning_lowrank.federated.randomness import StepRandomness, step_seed
 from lightning_lowrank.seeding import derive_seed
@@ -48,7 +48,7 @@ class PoissonLoader:
         self._seed, self._poisson, self._steps = seed, poisson, steps
         self._epoch, self._position = epoch, position
         self._randomness = StepRandomness(device)
-        self._read = batch_reader(loader, SeededBatches(loader.dataset, loader.collate_fn), _RequestsOf(self))
+        self._reader = BatchReader(loader, self.requests)
 
     def __len__(self) -> int:
         return self._length
@@ -68,14 +68,12 @@ class PoissonLoader:
             yield Request(drawn if len(drawn) else self.samples[:1], step_seed(seed, step))
 
     def __iter__(self) -> Iterator[Any]:
-        reading: list[Iterator[Any]] = []
+        batches = self._reader.read()
         seed, first = derive_seed(self._seed, "training", self._epoch()), self._position()
         for step in range(first, self._length):
             self.close()
             self._randomness.open()
-            if not reading:
-                reading.append(self._read())
-            batch = next(reading[0])
+            batch = next(batches)
             self._randomness.seed(step_seed(seed, step))
             yield batch
         self.close()
@@ -90,11 +88,3 @@ class PoissonLoader:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Take nothing: see `state_dict`."""
-
-
-class _RequestsOf:
-    def __init__(self, loader: PoissonLoader) -> None:
-        self._loader = loader
-
-    def __iter__(self) -> Iterator[Request]:
-        return self._loader.requests()

@@ -14,21 +14,14 @@ from torch.utils.data import DataLoader, Dataset, SequentialSampler, Subset, Ten
 
 from lightning_lowrank.arguments import first_ten
 from lightning_lowrank.federated.attacks import LabelPoison
+from lightning_lowrank.federated.data.batches import BatchReader, Request
 from lightning_lowrank.federated.data.device import DeviceData
 from lightning_lowrank.federated.data.evaluation_samples import hold_out
 from lightning_lowrank.federated.data.indices import ClientIndices
 from lightning_lowrank.federated.data.labels import find_labels, find_named_labels
-from lightning_lowrank.federated.data.loader import (
-    Request,
-    RoundLoader,
-    SeededBatches,
-    batch_reader,
-    batches_of,
-    check_loader,
-    lengths_of,
-    weights_of,
-)
-from lightning_lowrank.federated.data.planner import RoundPlan, RoundPlanner, divide
+from lightning_lowrank.federated.data.loader_checks import batches_of, check_loader, lengths_of, weights_of
+from lightning_lowrank.federated.data.planner import RoundPlan, RoundPlanner
+from lightning_lowrank.federated.data.round_loader import RoundLoader
 from lightning_lowrank.federated.data.sampling import NeedsPoissonBatches
 from lightning_lowrank.federated.fingerprint import describe, digest
 from lightning_lowrank.federated.progress import Progress
@@ -158,7 +151,6 @@ class RoundData:
             poisson=None if self._poisson is None else self._poisson_seed,
             change=change,
             device_data=None if change is not None else self.device_data,
-            next_cohort=self._next_cohort,
         )
         return self._loader
 
@@ -192,20 +184,6 @@ class RoundData:
         samples = torch.cat([indices[client] for client in self._attackers])
         self._poisoned = LabelPoison(attack, samples, indices.size, attack.number_of_classes(labels))
         return self._poisoned
-
-    def _next_cohort(self) -> list[int]:
-        plan, trainer = self.current_plan(), self._trainer
-        last = trainer.max_epochs not in (None, -1) and plan.round + 1 >= trainer.max_epochs
-        # A function of the user's is asked once a round.
-        if last or callable(self.planner.availability):
-            return []
-        try:
-            clients, batches, _ = self.planner.cohort(plan.round + 1)
-        except MisconfigurationException:
-            # The next round says so, if there is one.
-            return []
-        planner = self.planner
-        return divide(dict(zip(clients, batches, strict=True)), planner.processes)[planner.process]
 
     def divided(self) -> ClientIndices:
         """Return which training samples each client has, dividing them where that has not been done."""
@@ -256,7 +234,7 @@ class RoundData:
         randomness.open(requests[0].seed)
         try:
             # Where the user's loader has workers, the dataset may be one that only workers can read.
-            return list(batch_reader(loader, SeededBatches(loader.dataset, loader.collate_fn), requests)())
+            return list(BatchReader(loader, lambda: requests).read())
         finally:
             randomness.release()
 

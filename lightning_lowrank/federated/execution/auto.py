@@ -15,8 +15,8 @@ from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signatu
 from rich.console import Console
 
 from lightning_lowrank.federated.coordinator import Coordinator
-from lightning_lowrank.federated.data.loader import RoundLoader
 from lightning_lowrank.federated.data.planner import Chunk
+from lightning_lowrank.federated.data.round_loader import RoundLoader
 from lightning_lowrank.federated.data.rounds import RoundData
 from lightning_lowrank.federated.data.sampling import NeedsPoissonBatches
 from lightning_lowrank.federated.execution.base import Execution

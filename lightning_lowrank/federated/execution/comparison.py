@@ -17,8 +17,9 @@ from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signatu
 from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor
 
-from lightning_lowrank.federated.data.loader import CannotStack, OfEachClient, Places, RoundLoader, batch_of
+from lightning_lowrank.federated.data.batches import CannotStack, OfEachClient, Places, batch_of
 from lightning_lowrank.federated.data.planner import Chunk
+from lightning_lowrank.federated.data.round_loader import RoundLoader
 from lightning_lowrank.federated.execution.differences import (
     GRADIENT,
     TOLERANCE,

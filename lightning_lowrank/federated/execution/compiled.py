@@ -17,7 +17,7 @@ from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor, nn
 from torch.func import functional_call, grad_and_value, vmap
 
-from lightning_lowrank.federated.data.loader import OfEachClient
+from lightning_lowrank.federated.data.batches import OfEachClient
 from lightning_lowrank.federated.execution.differences import GRADIENT, TOLERANCE, StepResults, first_difference
 from lightning_lowrank.federated.execution.traces import Untraced
 from lightning_lowrank.federated.state import State

@@ -8,10 +8,10 @@ from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
 from lightning_lowrank.federated.client_states import size as bytes_of
-from lightning_lowrank.federated.data.device import free_memory
 from lightning_lowrank.federated.data.rounds import RoundData
 from lightning_lowrank.federated.execution.stack import ClientStack
 from lightning_lowrank.federated.execution.traces import trial
+from lightning_lowrank.federated.free_memory import free_memory
 from lightning_lowrank.federated.state import trained_tensors
 from lightning_lowrank.internals.torch import device_module, storage_key
 

@@ -27,7 +27,7 @@ from torch.random import fork_rng
 from torchmetrics import Metric
 
 from lightning_lowrank.federated.client_optimizers import fresh_state, is_shared
-from lightning_lowrank.federated.data.loader import DiffersBetweenClients, OfEachClient, Places, batch_of
+from lightning_lowrank.federated.data.batches import DiffersBetweenClients, OfEachClient, Places, batch_of
 from lightning_lowrank.federated.execution.base import while_training
 from lightning_lowrank.federated.execution.compiled import CompiledSteps, Inputs, Results, differ, tensors_in
 from lightning_lowrank.federated.execution.mapped_layers import StackedProducts

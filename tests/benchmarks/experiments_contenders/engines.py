@@ -1,20 +1,13 @@
 """Turns single engines of the loop off, so that `experiments.py` can measure what each is worth.
 
-A contender ``default-kept`` is this library one client after another without the engine ``kept``.
+A contender ``default-steps`` is this library one client after another without the engine ``steps``.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
-from typing import Any
+from collections.abc import Callable
 
 from lightning_lowrank.federated import local
-from lightning_lowrank.federated.data.blocks import BlockReader
-from lightning_lowrank.federated.data.whole_batches import WholeBatches
-
-
-def _one_by_one(self: BlockReader, requests: Iterable[Any]) -> Iterator[Any]:
-    return map(self._read, requests)
 
 
 def _torchs_own() -> None:
@@ -25,8 +18,6 @@ def _torchs_own() -> None:
 
 ENGINES: dict[str, Callable[[], None]] = {
     "steps": lambda: setattr(local.LocalTraining, "_is_plain", lambda self: False),
-    "kept": lambda: setattr(WholeBatches, "begin", lambda self, loader: lambda: None),
-    "blocks": lambda: setattr(BlockReader, "__call__", _one_by_one),
     "torch": _torchs_own,
 }
-"""What is turned off, by name: plain steps, batches of validation that are kept, blocks, bare kernels."""
+"""What is turned off, by name: plain steps, bare kernels."""

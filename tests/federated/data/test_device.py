@@ -11,11 +11,13 @@ from torch.utils.data import DataLoader, Subset, TensorDataset, default_collate
 
 from lightning_lowrank import Dirichlet, Ditto, FederatedLoop
 from lightning_lowrank.data import TensorImages, collate_images
-from lightning_lowrank.federated.data import device
-from lightning_lowrank.federated.data.device import DeviceData, source_of
-from lightning_lowrank.federated.data.loader import RoundLoader, batches_of
+from lightning_lowrank.federated.data import batches, device
+from lightning_lowrank.federated.data.batches import SeededBatches, read_on_device
+from lightning_lowrank.federated.data.device import DeviceData
+from lightning_lowrank.federated.data.loader_checks import batches_of
 from lightning_lowrank.federated.data.planner import RoundPlanner
-from lightning_lowrank.federated.data.whole_batches import WholeBatches
+from lightning_lowrank.federated.data.round_loader import RoundLoader
+from lightning_lowrank.federated.data.tensor_rows import source_of
 from lightning_lowrank.federated.randomness import StepRandomness
 from tests.helpers import Data, Module, assert_same, blobs, fit, trainer, weights
 
@@ -64,7 +66,6 @@ def read(dataset: Any, collate: Any, chunk_size: int, wanted: Any, position: int
         shuffle=True,
         stacked=chunk_size > 1,
         device_data=DeviceData(NoFit(), wanted),
-        next_cohort=lambda: planner.cohort(1)[0],
     )
     found = []
     for batch in loader:
@@ -87,77 +88,63 @@ def assert_equal(one: Any, two: Any) -> None:
         assert vars(one) == vars(two)
 
 
-@pytest.mark.parametrize("wanted", [True, "round"])
 @pytest.mark.parametrize("chunk_size", [1, 4])
 @pytest.mark.parametrize("name", DATASETS)
-def test_batches_are_those_of_the_host(name, chunk_size, wanted):
+def test_batches_are_those_of_the_host(name, chunk_size, monkeypatch):
     dataset, collate = DATASETS[name]
     expected = read(dataset, collate, chunk_size, False)
-    assert_equal(read(dataset, collate, chunk_size, wanted), expected)
-    assert_equal(read(dataset, collate, chunk_size, wanted, position=3), expected[3:])
+    assert_equal(read(dataset, collate, chunk_size, True), expected)
+    assert_equal(read(dataset, collate, chunk_size, True, position=3), expected[3:])
+    monkeypatch.setattr(batches, "_STEPS_SENT", 5)
+    assert_equal(read(dataset, collate, chunk_size, True), expected)
 
 
-def test_several_batches_are_made_at_once_and_lie_as_on_their_own(monkeypatch):
-    made = []
-    block = device._Batches._end_of_block
-    monkeypatch.setattr(device._Batches, "_end_of_block", lambda *given: made.append(block(*given)) or made[-1])
-    batches = read(*DATASETS["tensors"], 1, True)
-    assert len(made) < len(batches) / 2
-    narrow = TensorDataset(VALUES[:, :5].contiguous(), LABELS)
-    for chunk_size in (1, 4):
-        for batch, _ in read(narrow, None, chunk_size, True):
-            for inputs, _ in [batch] if chunk_size == 1 else [part for _, part in batch]:
-                assert inputs.data_ptr() % 64 == 0
-    monkeypatch.setattr(device, "_INDICES", 50)
-    assert_equal(read(*DATASETS["tensors"], 1, True), batches)
+@pytest.mark.parametrize("chunk_size", [1, 4])
+def test_a_rounds_indices_and_draws_are_sent_at_once(chunk_size, monkeypatch):
+    sent, send = [], batches.sent
 
+    def sending(tensor: Tensor, where: torch.device) -> Tensor:
+        sent.append((tensor.dtype, tensor.shape[:-1]))
+        return send(tensor, where)
 
-def test_a_round_ahead_is_sent_once():
-    source = source_of(*DATASETS["tensors"][:1], default_collate)
-    rounds = [[torch.arange(0, 20).numpy(), torch.arange(30, 60).numpy()]]
-    pools = device._Pools(source, torch.device("cpu"), lambda: rounds[0])
-    first, places = pools.holding(rounds[0][0][::-1])
-    assert len(first[0]) == 20
-    assert torch.equal(first[0][torch.from_numpy(places)], VALUES[:20].flip(0))
-    ahead = pools._next.result()
-    rounds[0] = [rounds[0][1]]
-    second, places = pools.holding(torch.tensor([31, 59, 31]).numpy())
-    assert second is ahead.tensors
-    assert torch.equal(second[0][torch.from_numpy(places)], VALUES[[31, 59, 31]])
-    # Samples that nobody has announced.
-    third, places = pools.holding(torch.tensor([100]).numpy())
-    assert torch.equal(third[0][torch.from_numpy(places)], VALUES[[100]])
+    monkeypatch.setattr(batches, "sent", sending)
+    read(*DATASETS["subset of augmented images"], chunk_size, True)
+    assert sent == [(torch.int64, ()), (torch.int64, (3,))]
 
 
 def test_what_is_written_is_sent_again():
-    tensors = [VALUES.clone(), LABELS.clone()]
-    data, source = DeviceData(NoFit("meta"), True), source_of(TensorDataset(*tensors), default_collate)
+    tensors, data = [VALUES.clone(), LABELS.clone()], DeviceData(NoFit("meta"), True)
     copies = [data.copy_of(tensor) for tensor in tensors]
     assert data.copy_of(tensors[0]) is copies[0]
     tensors[0][3] += 1
     assert data.copy_of(tensors[0]) is not copies[0]
     assert data.copy_of(tensors[1]) is copies[1]
-    pools = device._Pools(source, torch.device("cpu"), lambda: None)
-    rows = torch.arange(10).numpy()
-    pools.holding(rows)
-    tensors[0][3] += 1
-    assert torch.equal(pools.holding(rows)[0][0], tensors[0][:10])
 
 
 def test_where_samples_are_kept(monkeypatch):
     source = source_of(*DATASETS["tensors"][:1], default_collate)
     nbytes = VALUES.nbytes + LABELS.nbytes
-    for free, where in ((4 * nbytes, "device"), (4 * nbytes - 1, "round")):
+    for free, kept in ((4 * nbytes, True), (4 * nbytes - 1, False)):
         monkeypatch.setattr(device, "free_memory", lambda _, free=free: free)
-        assert DeviceData(NoFit("meta"), "auto").where(source)[0] == where
-    assert DeviceData(NoFit("meta"), True).where(source)[0] == "device"
-    assert DeviceData(NoFit("meta"), "round").where(source)[0] == "round"
-    assert DeviceData(NoFit("meta"), False).where(source)[0] == "host"
-    assert DeviceData(NoFit(), "auto").where(source) == ("host", "it trains on the CPU")
-    assert DeviceData(NoFit("meta"), "auto").where(source_of([1, 2], default_collate))[0] == "host"
-    owner = NoFit("meta")
+        assert DeviceData(NoFit("meta"), "auto").keeps(source) is kept
+    assert DeviceData(NoFit("meta"), True).keeps(source)
+    assert not DeviceData(NoFit("meta"), False).keeps(source)
+    assert DeviceData(NoFit(), True).keeps(source)
+    assert not DeviceData(NoFit(), "auto").keeps(source)
+    assert not DeviceData(NoFit("meta"), "auto").keeps(source_of([1, 2], default_collate))
+    there, owner = DeviceData(NoFit("meta"), "auto"), NoFit("meta")
+    copies = [there.copy_of(tensor) for tensor in source.rows.tensors]
+    assert len(copies) == 2
+    assert there.keeps(source), "what is there already needs no more memory"
     owner.lightning_module.transfer_batch_to_device = lambda *arguments: None
-    assert "transfer_batch_to_device() is overridden" in DeviceData(owner, "auto").where(source)[1]
+    assert not DeviceData(owner, "auto").keeps(source, DATASETS["tensors"][0])
+    with pytest.raises(MisconfigurationException, match=r"data_on_device=True: .*transfer_batch_to_device\(\) is over"):
+        DeviceData(owner, True).keeps(source, DATASETS["tensors"][0])
+
+
+def test_a_round_ahead_is_no_place_for_samples():
+    with pytest.raises(MisconfigurationException, match=r"data_on_device .*True.*'round'"):
+        FederatedLoop(Ditto(), data_on_device="round")
 
 
 def test_other_ways_to_read_are_the_loaders_own():
@@ -171,11 +158,10 @@ def test_other_ways_to_read_are_the_loaders_own():
     assert source_of(Subset(TensorDataset(VALUES), ["a"]), default_collate) is None
 
 
-@pytest.mark.parametrize("wanted", [True, "round"])
-def test_a_training_set_that_cannot_be_there_is_refused(tmp_path, wanted):
-    loop = FederatedLoop(Ditto(), clients=3, data_on_device=wanted, summary=False)
+def test_a_training_set_that_cannot_be_there_is_refused(tmp_path):
+    loop = FederatedLoop(Ditto(), clients=3, data_on_device=True, summary=False)
     data = Data([(sample, int(label)) for sample, label in zip(*blobs().tensors, strict=True)])
-    with pytest.raises(MisconfigurationException, match=r"data_on_device=.* list can't be kept on .*: its samples are"):
+    with pytest.raises(MisconfigurationException, match=r"data_on_device=True.* list .*: its samples are"):
         fit(trainer(tmp_path, loop, num_sanity_val_steps=0), Module(), data)
 
 
@@ -200,39 +186,62 @@ def test_fits_are_equal_bit_for_bit(tmp_path, execution, monkeypatch):
         return weights(module), {**found, **train.callback_metrics}
 
     (values, logged), made = run(False), []
-    batches = device.DeviceData.slices
-    monkeypatch.setattr(device.DeviceData, "slices", lambda *given: made.append(1) or batches(*given))
-    for wanted in (True, "round"):
-        other, also = run(wanted)
-        assert_same(other, values)
-        assert_same(also, logged)
-        # Two batches of validation in each round.
-        assert len(made) == (0 if wanted == "round" else 4)
-        made.clear()
+    on_device = SeededBatches.on_device
+
+    def counting(self: SeededBatches, data: DeviceData, requests: Any) -> Any:
+        made.append(self.dataset)
+        return on_device(self, data, requests)
+
+    monkeypatch.setattr(SeededBatches, "on_device", counting)
+    other, also = run(True)
+    assert_same(other, values)
+    assert_same(also, logged)
+    # In each of two rounds: the batches of training, those of clients' own validation, and two of validation.
+    # At the end: those of clients' own tests.
+    assert len(made) == 2 * (1 + 1 + 2) + 1
 
 
-def test_a_loader_with_pinned_memory_takes_what_is_on_the_device():
-    dataset = images()
-    loader = DataLoader(dataset, batch_size=50, collate_fn=collate_images, pin_memory=True)
-    expected = [dataset.__getitems__(range(start, min(start + 50, 203))) for start in range(0, 203, 50)]
-    restore = WholeBatches(DeviceData(NoFit(), True)).begin(loader)
-    found = list(loader)
+VALIDATION = {
+    "images": (images(), collate_images),
+    "subset of images": (Subset(images(), CHOSEN[:99].tolist()), collate_images),
+    "tensors": (TensorDataset(VALUES, LABELS), None),
+}
+
+
+@pytest.mark.parametrize("settings", [{}, {"pin_memory": True}, {"shuffle": True}, {"drop_last": True}], ids=str)
+@pytest.mark.parametrize("name", VALIDATION)
+def test_a_loader_of_validation_gathers_on_the_device(name, settings, monkeypatch):
+    dataset, collate = VALIDATION[name]
+    loader = DataLoader(dataset, batch_size=50, collate_fn=collate, **settings)
+
+    def all_batches() -> list[Any]:
+        torch.manual_seed(3)
+        return [list(loader), torch.rand(2)]
+
+    expected = all_batches()
+    restore = read_on_device(loader, DeviceData(NoFit(), True))
+    assert read_on_device(loader, DeviceData(NoFit(), True)) is None
+    for owner, way in ((TensorImages, "__getitems__"), (TensorDataset, "__getitem__")):
+        monkeypatch.setattr(owner, way, lambda *given: pytest.fail("read sample by sample"))
+    assert_equal(all_batches(), expected)
+    monkeypatch.undo()
     restore()
-    assert_equal(found, [[batch.images, batch.targets] for batch in expected])
+    assert_equal(all_batches(), expected)
 
 
-@pytest.mark.parametrize("version", [1, 2])
-def test_memory_is_free_within_the_containers_limit(tmp_path, version):
-    """A group of the process, in one that has no limit, in one that has a lower one."""
-    groups, base = tmp_path / "groups", tmp_path / ("memory" if version == 1 else ".")
-    groups.write_text("4:memory:/outer/middle/own\n3:cpu:/\n" if version == 1 else "0::/outer/middle/own\n")
-    limit, used, cached = device._CONTROL_FILES["memory" if version == 1 else ""]
-    sizes = {"outer": (1000, 300, 50), "outer/middle": ("max", 300, 50), "outer/middle/own": (5000, 200, 20)}
-    for path, (most, now, files) in sizes.items():
-        (base / path).mkdir(parents=True, exist_ok=True)
-        (base / path / limit).write_text(f"{most}\n")
-        (base / path / used).write_text(f"{now}\n")
-        (base / path / "memory.stat").write_text(f"anon 12\n{cached} {files}\n")
-    assert list(device._free_in_containers(tmp_path, groups)) == [5000 - 200 + 20, 1000 - 300 + 50]
-    assert list(device._free_in_containers(tmp_path, tmp_path / "nowhere")) == []
-    assert 0 < device.free_memory(torch.device("cpu")) < 2**50
+AS_THE_LOADER = {
+    "in main memory": (False, lambda: DataLoader(images(), 50)),
+    "workers": (True, lambda: DataLoader(images(), 50, num_workers=1)),
+    "no batches": (True, lambda: DataLoader(images(), batch_size=None)),
+    "draws": (True, lambda: DataLoader(images(mirror=True), 50)),
+    "a collate function": (True, lambda: DataLoader(images(), 50, collate_fn=len)),
+}
+
+
+@pytest.mark.parametrize("kind", AS_THE_LOADER)
+def test_other_loaders_of_validation_read_as_before(kind, monkeypatch):
+    wanted, make = AS_THE_LOADER[kind]
+    monkeypatch.setattr(SeededBatches, "on_device", lambda *given: pytest.fail("read on the device"))
+    loader = make()
+    read_on_device(loader, DeviceData(NoFit(), wanted))
+    assert len(list(loader)) == len(loader)

@@ -19,8 +19,9 @@ from torch.utils.data import (
 from lightning_lowrank.federated.data import Dirichlet
 from lightning_lowrank.federated.data.labels import find_labels
 from lightning_lowrank.federated.data.lengths import LengthGroupedSampler
-from lightning_lowrank.federated.data.loader import RoundLoader, batches_of, check_loader
+from lightning_lowrank.federated.data.loader_checks import batches_of, check_loader
 from lightning_lowrank.federated.data.planner import RoundPlanner
+from lightning_lowrank.federated.data.round_loader import RoundLoader
 from lightning_lowrank.federated.randomness import StepRandomness
 
 DATA = TensorDataset(torch.arange(203.0), torch.arange(203) % 5)
