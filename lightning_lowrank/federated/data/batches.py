@@ -21,7 +21,7 @@ from torch.utils.data import DataLoader, Dataset, default_collate
 
 from lightning_lowrank.federated.data.device import DeviceData, sent
 from lightning_lowrank.federated.data.loader_checks import loader_like
-from lightning_lowrank.federated.data.tensor_rows import Source, gather, source_of
+from lightning_lowrank.federated.data.tensor_rows import Source, source_of
 from lightning_lowrank.federated.randomness import OwnGenerators, seed_process
 from lightning_lowrank.internals.torch import read_by
 
@@ -123,8 +123,8 @@ class SeededBatches(Dataset):
         sizes = [sum(len(request.indices) for request in group) for group in groups]
         requests = [request for group in groups for request in group]
         device = _CPU if data is None else data.device
-        rows = iter(sent(torch.from_numpy(source.rows_of(_joined(requests).indices)), device).split(sizes))
-        draws = iter(sent(self._drawn(source, requests), device).split(sizes, 1)) if self.draws else None
+        rows = _parts(sent(torch.from_numpy(source.rows_of(_joined(requests).indices)), device), sizes)
+        draws = _parts(sent(self._drawn(source, requests), device), sizes) if self.draws else None
         kept = source.rows.made(sum(sizes)) if device.type == "cpu" and draws is None else None
         tensors = source.rows.tensors if kept is None else kept
         if data is not None:
@@ -133,7 +133,7 @@ class SeededBatches(Dataset):
             found = []
             for places, group in part:
                 numbers = next(rows)
-                batch: Any = [gather(tensor, numbers.to(tensor.device)) for tensor in tensors]
+                batch: Any = [tensor.index_select(0, numbers.to(tensor.device)) for tensor in tensors]
                 if kept is None:
                     batch = source.rows.make(batch, None if draws is None else next(draws))
                 if self._change is not None:
@@ -179,6 +179,11 @@ def _joined(requests: Sequence[Request]) -> Request:
     if len(requests) == 1:
         return requests[0]
     return Request(np.concatenate([request.indices for request in requests]), requests[0].seed)
+
+
+def _parts(numbers: Tensor, sizes: list[int]) -> Iterator[Tensor]:
+    """The numbers of each group of samples, along the last dimension."""
+    return iter([numbers] if len(sizes) == 1 else numbers.split(sizes, -1))
 
 
 def _has_rows(batch: Any, samples: int) -> bool:
@@ -263,7 +268,7 @@ def read_on_device(loader: DataLoader, data: DeviceData) -> Callable[[], None] |
             return None
         return lambda indices: next(batches.on_device(data, [Request(np.asarray(indices), 0)]))
 
-    if not data.wanted or loader.num_workers or loader.batch_sampler is None:
+    if not data.wanted or loader.batch_sampler is None:
         return None
     return read_by(loader, begin)
 

@@ -74,7 +74,7 @@ class DeviceData:
             return True
         else:
             missing = sum(tensor.nbytes for tensor in source.rows.tensors if not self._has(tensor))
-            return not missing or missing <= _SHARE_OF_MEMORY * free_memory(self.device)
+            return missing <= _SHARE_OF_MEMORY * free_memory(self.device)
         if self._setting is True and training_set is not None:
             raise MisconfigurationException(
                 f"data_on_device=True: the training set {type(training_set).__name__} can't be kept on {self.device}:"

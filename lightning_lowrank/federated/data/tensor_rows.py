@@ -117,10 +117,3 @@ def source_of(dataset: Any, collate: Callable[..., Any]) -> Source | None:
     if chosen is not None and len(chosen) and chosen.min() < 0:
         chosen = np.where(chosen < 0, chosen + len(rows.tensors[0]), chosen)
     return Source(rows, chosen)
-
-
-def gather(tensor: Tensor, rows: Tensor) -> Tensor:
-    """Rows of a tensor; an embedding lookup, where possible, is several times faster than index_select."""
-    if tensor.ndim > 1 and tensor.is_floating_point() and not tensor.requires_grad:
-        return torch.nn.functional.embedding(rows, tensor.flatten(1)).unflatten(1, tensor.shape[1:])
-    return tensor.index_select(0, rows)

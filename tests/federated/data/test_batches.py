@@ -7,12 +7,12 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor
+from torch.overrides import TorchFunctionMode
 from torch.utils.data import DataLoader, Dataset, Subset, TensorDataset, default_collate
 
 from lightning_lowrank import FedAvg, FederatedLoop, FromIndices
 from lightning_lowrank.data.images import TensorImages, collate_images
-from lightning_lowrank.federated.data import batches as module_of_batches
-from lightning_lowrank.federated.data.batches import BatchReader, Request, Requests, SeededBatches
+from lightning_lowrank.federated.data.batches import BatchReader, Request, Requests, SeededBatches, batch_of
 from lightning_lowrank.federated.randomness import seed_process
 from tests.helpers import Module, trainer
 
@@ -92,32 +92,29 @@ def test_clients_that_step_together_read_what_each_reads_alone(kind):
         found: dict[int, Any] = {}
         for places, stacked in batches.__getitems__(step):
             for row, place in enumerate(places.numbers):
-                found[place] = (
-                    module_of_batches.batch_of(stacked, row)
-                    if kind != "a text in each batch"
-                    else [*(part[row] for part in stacked[:2]), stacked[2]]
-                )
+                found[place] = batch_of(stacked, row)
         assert sorted(found) == list(range(len(step)))
         for place, request in enumerate(step):
             assert_same(found[place], batches.__getitems__(request))
 
 
 @pytest.mark.parametrize("kind", ["tensors", "augmented images"])
-def test_a_batch_is_one_gather_of_each_tensor_also_for_clients_together(kind, monkeypatch):
+def test_a_batch_is_one_gather_of_each_tensor_also_for_clients_together(kind):
     gathered: list[int] = []
-    gather = module_of_batches.gather
 
-    def counting(tensor: Tensor, rows: Tensor) -> Tensor:
-        gathered.append(len(rows))
-        return gather(tensor, rows)
+    class Counting(TorchFunctionMode):
+        def __torch_function__(self, function: Any, types: Any, arguments: Any = (), keywords: Any = None) -> Any:
+            if function is Tensor.index_select:
+                gathered.append(len(arguments[2]))
+            return function(*arguments, **(keywords or {}))
 
-    monkeypatch.setattr(module_of_batches, "gather", counting)
     batches = SeededBatches(*KINDS[kind])
-    batches.__getitems__(Request(np.arange(5), seed=0))
-    assert gathered == [5, 5]
-    gathered.clear()
-    batches.__getitems__(steps(100)[2])
-    assert gathered == [16, 16, 3, 3]
+    with Counting():
+        batches.__getitems__(Request(np.arange(5), seed=0))
+        assert gathered == [5, 5]
+        gathered.clear()
+        batches.__getitems__(steps(100)[2])
+        assert gathered == [16, 16, 3, 3]
 
 
 def test_deterministic_texts_of_clients_together_are_padded_to_one_length():

@@ -232,7 +232,7 @@ def test_a_loader_of_validation_gathers_on_the_device(name, settings, monkeypatc
 AS_THE_LOADER = {
     "in main memory": (False, lambda: DataLoader(images(), 50)),
     "workers": (True, lambda: DataLoader(images(), 50, num_workers=1)),
-    "no batches": (True, lambda: DataLoader(images(), batch_size=None)),
+    "no batches": (True, lambda: DataLoader(TensorDataset(LABELS), None, collate_fn=default_collate)),
     "draws": (True, lambda: DataLoader(images(mirror=True), 50)),
     "a collate function": (True, lambda: DataLoader(images(), 50, collate_fn=len)),
 }
