@@ -320,7 +320,7 @@ def test_a_resumed_run_has_the_same_times(tmp_path, execution):
     whole = times(every)
     assert 0 < whole[0]["late"] < 3
     files = sorted((tmp_path / "every").glob("*.ckpt"))
-    assert len(files) > 2
+    assert len(files) > (1 if execution == "vectorized" else 2)
     for file in files:
         assert times(ckpt_path=file) == whole
 
