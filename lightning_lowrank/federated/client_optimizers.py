@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_lowrank.federated.client_states import flatten_state
-from lightning_lowrank.federated.objects import walk
+from lightning_lowrank.federated.leaks import walk
 from lightning_lowrank.federated.settings import FederatedSettings
 from lightning_lowrank.federated.state import State
 from lightning_lowrank.optim import ProjectedAdamW, ProjectedSGD

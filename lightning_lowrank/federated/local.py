@@ -21,7 +21,7 @@ from lightning_lowrank.federated.algorithm import inherits
 from lightning_lowrank.federated.data.planner import Chunk
 from lightning_lowrank.federated.data.rounds import RoundData
 from lightning_lowrank.federated.execution.base import Execution
-from lightning_lowrank.federated.execution.traces import Untraced
+from lightning_lowrank.federated.leaks import OfTheRun
 from lightning_lowrank.federated.logbook import Logbook
 from lightning_lowrank.internals.advance import ClientTurns, loss_of
 from lightning_lowrank.internals.lightning import HOOK, batch_transfer, overridden_transfer, overrides
@@ -35,7 +35,7 @@ _PRECISIONS = (Precision, MixedPrecision, DoublePrecision, HalfPrecision)
 _OPTIMIZERS = ("torch.optim.", "lightning_lowrank.optim.")
 
 
-class LocalTraining(Untraced):
+class LocalTraining(OfTheRun):
     """Trains one client at a time in the live module, or the clients that an execution has stacked.
 
     A local step is Lightning's own, with all of its hooks, closures, scalers, clipping and accumulation; or the plain

@@ -16,11 +16,11 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 
-from lightning_lowrank.federated.objects import walk
+from lightning_lowrank.federated.leaks import walk
 from lightning_lowrank.internals.torch import device_module
 from lightning_lowrank.seeding import derive_seed
 
-_LEFT_ALONE = (
+_LEFT_OUT = (
     *(type, types.ModuleType, Enum, str, bytes, int, float, complex, type(None)),
     *(pl.Trainer, pl.Callback, pl.LightningModule, pl.LightningDataModule),
 )
@@ -125,19 +125,15 @@ class OwnGenerators:
 
 
 def _seeders(root: Any) -> Iterator[Callable[[int], Any]]:
-    for _, item in walk("", root, _is_left_alone, _is_left, is_whole=lambda item: _seeder_of(item) is not None):
+    for _, item in walk("", root, _is_left_out, is_whole=lambda item: _seeder_of(item) is not None):
         seeder = _seeder_of(item)
         if seeder is not None:
             yield seeder
 
 
-def _is_left_alone(kind: type) -> bool:
-    return issubclass(kind, _LEFT_ALONE)
-
-
-def _is_left(item: Any) -> bool:
+def _is_left_out(item: Any) -> bool:
     holds_samples = isinstance(item, (dict, list, tuple, set, frozenset)) and len(item) > _SAMPLES
-    return holds_samples or any(item is each for each in _OF_THE_PROCESS)
+    return isinstance(item, _LEFT_OUT) or holds_samples or any(item is each for each in _OF_THE_PROCESS)
 
 
 def _seeder_of(item: Any) -> Callable[[int], Any] | None:

@@ -35,9 +35,8 @@ from lightning_lowrank.federated.execution.processes import (
     SharedCoordinator,
     check_processes,
 )
-from lightning_lowrank.federated.execution.traces import Untraced
 from lightning_lowrank.federated.failures import ClientsFailed, described, is_of_a_client, named
-from lightning_lowrank.federated.isolation import Isolation
+from lightning_lowrank.federated.leaks import Isolation, OfTheRun
 from lightning_lowrank.federated.ledger import Ledger, dense_bytes
 from lightning_lowrank.federated.local import LocalTraining
 from lightning_lowrank.federated.logbook import Logbook
@@ -49,7 +48,7 @@ from lightning_lowrank.internals.advance import ClientTurns
 from lightning_lowrank.internals.lightning import leave_step, refuse_unseen_steps
 
 
-class Rounds(Untraced):
+class Rounds(OfTheRun):
     """The rounds of one fit.
 
     Args:
@@ -171,7 +170,7 @@ class Rounds(Untraced):
         # A checkpoint saved inside a client has its own options.
         self._optimizers.wind_back()
         execution.begin_round()
-        self._isolation.begin_round(execution.live)
+        self._isolation.begin_round()
         server = self.coordinator.server
         server.adopt(execution.live, shown=self._algorithm.global_model(server))
         self._local.begin_round()
@@ -179,7 +178,7 @@ class Rounds(Untraced):
     def _begin_round(self) -> None:
         plan, progress = self._data.current_plan(), self._progress
         self.execution.begin_round()
-        self._isolation.begin_round(self.execution.live)
+        self._isolation.begin_round()
         progress.client_steps_before = progress.client_steps
         idle = self._data.planner.listening - len(plan.clients) - len(plan.failed)
         self.coordinator.begin_round(plan, self.execution.live, idle)
@@ -249,7 +248,6 @@ class Rounds(Untraced):
         """Hand over what the client sends that trains in the live module."""
         self._local.end()
         self._progress.client_steps += self._local.client_steps
-        self._isolation.end_step()
         self._end_chunk(self._local.made)
 
     def _give_up(self, clients: Sequence[int], error: Exception) -> None:

@@ -26,8 +26,8 @@ from lightning_lowrank.federated.execution.compiled import CompiledSteps
 from lightning_lowrank.federated.execution.memory import chunk_size_that_fits
 from lightning_lowrank.federated.execution.one_by_one import Sequential
 from lightning_lowrank.federated.execution.processes import ClientParallelStrategy
+from lightning_lowrank.federated.execution.snapshot import trial
 from lightning_lowrank.federated.execution.stack import ClientStack
-from lightning_lowrank.federated.execution.traces import trial
 from lightning_lowrank.federated.execution.vectorized import Vectorized
 from lightning_lowrank.federated.execution.why_not import (
     CannotMap,

@@ -16,8 +16,8 @@ from lightning_lowrank.federated.algorithm import LocalStep, inherits
 from lightning_lowrank.federated.client_optimizers import ClientOptimizers
 from lightning_lowrank.federated.coordinator import Coordinator
 from lightning_lowrank.federated.data.planner import Chunk
-from lightning_lowrank.federated.execution.traces import Untraced
 from lightning_lowrank.federated.failures import ClientsFailed, turn_of
+from lightning_lowrank.federated.leaks import OfTheRun
 from lightning_lowrank.federated.logbook import Logbook
 from lightning_lowrank.federated.messages import Message
 from lightning_lowrank.federated.state import ClientContext, State, copied_state, copy_into, trained_tensors
@@ -38,7 +38,7 @@ def while_training(trainer: Any, own: Callable[..., Any], step: Callable[..., An
     return training_step
 
 
-class Execution(Untraced, ABC):
+class Execution(OfTheRun, ABC):
     """Runs the clients' half of rounds in one process, a chunk of clients at a time.
 
     A chunk is one client, or several that step together. `open` makes its clients begin with what they are sent;

@@ -27,8 +27,9 @@ from lightning_lowrank.federated.execution.differences import (
     StepResults,
     first_difference,
 )
+from lightning_lowrank.federated.execution.mapped_leaks import MappedStepGuard, changed_number, numbers_of
+from lightning_lowrank.federated.execution.snapshot import Snapshot, trial
 from lightning_lowrank.federated.execution.stack import ClientStack, captured_logs
-from lightning_lowrank.federated.execution.traces import Memory, Watch, trial
 from lightning_lowrank.federated.failures import is_of_memory
 from lightning_lowrank.federated.objective import loss_of
 from lightning_lowrank.federated.randomness import StepRandomness
@@ -79,10 +80,7 @@ class _Comparison:
     def __init__(self, trainer: Any, module: pl.LightningModule, parts: Sequence[_Part]) -> None:
         self._trainer, self._module, self._parts = trainer, module, parts
         self._live = trained_tensors(module)
-        sent = {id(value) for value in self._live.values()}
-        frozen = [value for value in module.parameters() if id(value) not in sent]
-        # The trial refuses a step that changes what is frozen, which may be as large as the device.
-        self._memory = Memory([module, *trainer.optimizers], frozen=frozen)
+        self._snapshot = Snapshot(module, trainer.optimizers)
         self._randomness = StepRandomness(module.device)
         self._cause = ""
         types = {value.dtype for value in self._live.values()}
@@ -116,8 +114,8 @@ class _Comparison:
         self._randomness.seed(_SEED)
         self._draws = _Draws()
         # The round tells of batches that differ.
-        watch = Watch(self._module, silent=True)
-        stack = ClientStack(self._trainer, self._module, self._live, count, watch=watch)
+        guard = MappedStepGuard(self._module, silent=True)
+        stack = ClientStack(self._trainer, self._module, self._live, count, guard=guard)
         noted: list[tuple[Tensor, dict[str, Tensor]]] = []
 
         def note(losses: Tensor, logged: dict[str, Tensor]) -> None:
@@ -135,7 +133,7 @@ class _Comparison:
             return [_results(stack, parts[part][0].numbers[place], place, *noted[part]) for part, place in chosen]
         finally:
             stack.close()
-            self._memory.restore()
+            self._snapshot.restore()
 
     def _differs(self, found: StepResults, parts: Sequence[_Part], client: tuple[int, int], seed: int) -> str:
         part, place = client
@@ -150,7 +148,7 @@ class _Comparison:
         """Make a client's step in the module itself, and return what it is."""
         module = self._module
         takes_index = is_param_in_hook_signature(module.training_step, "batch_idx", min_args=2)
-        watch = Watch(module)
+        numbers = numbers_of(module)
         self._randomness.seed(seed)
         drawn_from = repr((random.getstate(), np.random.get_state()))
         try:
@@ -163,7 +161,7 @@ class _Comparison:
             loss.backward()
             # A step may assign buffers.
             left = trained_tensors(module)
-            self._cause = watch.changed_number()
+            self._cause = changed_number(numbers, numbers_of(module))
             if repr((random.getstate(), np.random.get_state())) != drawn_from:
                 self._cause = "it draws from random or NumPy, which gives one number to all clients"
             return {
@@ -177,7 +175,7 @@ class _Comparison:
                 **{("what it leaves in", name): value.detach().clone() for name, value in left.items()},
             }
         finally:
-            self._memory.restore()
+            self._snapshot.restore()
 
 
 def _first_of(parts: Sequence[_Part]) -> _Part:

@@ -19,7 +19,7 @@ from torch.func import functional_call, grad_and_value, vmap
 
 from lightning_lowrank.federated.data.batches import OfEachClient
 from lightning_lowrank.federated.execution.differences import GRADIENT, TOLERANCE, StepResults, first_difference
-from lightning_lowrank.federated.execution.traces import Untraced
+from lightning_lowrank.federated.leaks import OfTheRun
 from lightning_lowrank.federated.state import State
 from lightning_lowrank.internals.replaced import replaced
 
@@ -61,7 +61,7 @@ class Results(NamedTuple):
     buffers: dict[str, Tensor]
 
 
-class CompiledSteps(Untraced):
+class CompiledSteps(OfTheRun):
     """The compiled steps of one fit.
 
     Each size of a stack is compiled at its first use, and its results are compared with those of the step as it is,

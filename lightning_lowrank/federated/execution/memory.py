@@ -9,8 +9,8 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from lightning_lowrank.federated.client_states import size as bytes_of
 from lightning_lowrank.federated.data.rounds import RoundData
+from lightning_lowrank.federated.execution.snapshot import trial
 from lightning_lowrank.federated.execution.stack import ClientStack
-from lightning_lowrank.federated.execution.traces import trial
 from lightning_lowrank.federated.free_memory import free_memory
 from lightning_lowrank.federated.state import trained_tensors
 from lightning_lowrank.internals.torch import device_module, storage_key
@@ -37,7 +37,7 @@ def _bytes_of_a_step(trainer: Any, data: RoundData) -> int:
     data.randomness.open()
     try:
         # What writes to frozen parameters, the first round refuses.
-        with trial(trainer, loader, longest, 1, sums=False) as ((batch, *_), _):
+        with trial(trainer, loader, longest, 1) as ((batch, *_), _):
             stack = ClientStack(trainer, module, trained_tensors(module), len(longest.clients))
             try:
                 return measure(trainer, stack, batch) // len(longest.clients)

@@ -31,8 +31,9 @@ from lightning_lowrank.federated.data.batches import DiffersBetweenClients, OfEa
 from lightning_lowrank.federated.execution.base import while_training
 from lightning_lowrank.federated.execution.compiled import CompiledSteps, Inputs, Results, differ, tensors_in
 from lightning_lowrank.federated.execution.mapped_layers import StackedProducts
-from lightning_lowrank.federated.execution.traces import Unmapped, Untraced, Watch, reachable
+from lightning_lowrank.federated.execution.mapped_leaks import MappedStepGuard, MappedTensors
 from lightning_lowrank.federated.execution.why_not import CannotMap, cause_of, updates
+from lightning_lowrank.federated.leaks import OfTheRun, reachable
 from lightning_lowrank.federated.logbook import Logbook
 from lightning_lowrank.federated.objective import loss_of
 from lightning_lowrank.federated.state import State
@@ -81,7 +82,7 @@ def _refuse_gradient(gradient: Tensor) -> None:
     )
 
 
-class ClientStack(Untraced):
+class ClientStack(OfTheRun):
     """The values of clients that step together, and what of the trainer stands on them meanwhile.
 
     The module's ``training_step`` and gradient clipping are replaced on the instance until `close`.
@@ -92,7 +93,7 @@ class ClientStack(Untraced):
         live: The module's trained parameters and persistent buffers by name.
         count: Number of clients.
         objective: What is trained in place of the training step's own loss. It gets ``round_state``.
-        watch: Looks what steps leave on the module; by default one that begins here.
+        guard: Refuses changes of the module; by default one that begins here.
         falls_back: Whether clients make their steps one after another once these cannot be mapped.
         compiled: The fit's compiled steps, if there are any.
         defers: Whether nobody sees weights between steps, so that a projected optimizer may defer its own.
@@ -106,7 +107,7 @@ class ClientStack(Untraced):
         live: Mapping[str, Tensor],
         count: int,
         objective: Objective | None = None,
-        watch: Watch | None = None,
+        guard: MappedStepGuard | None = None,
         falls_back: bool = False,
         compiled: CompiledSteps | None = None,
         defers: bool = False,
@@ -115,7 +116,7 @@ class ClientStack(Untraced):
         self._trainer = trainer
         self._logbook = logbook
         self._compiled = compiled
-        self._watch = Watch(module) if watch is None else watch
+        self._guard = MappedStepGuard(module) if guard is None else guard
         self._falls_back = falls_back
         self.measured = False
         self.note: Callable[[Tensor, dict[str, Tensor]], None] | None = None
@@ -138,7 +139,7 @@ class ClientStack(Untraced):
         self.leaves = {
             name: self.values[name].detach().requires_grad_() for name, value in live.items() if value.requires_grad
         }
-        self._unmapped = Unmapped(module)
+        self._mapped_tensors = MappedTensors(module)
         with ExitStack() as ends:
             self._take_optimizers(
                 {value: self.leaves[name] for name, value in live.items() if name in self.leaves}, ends
@@ -234,7 +235,7 @@ class ClientStack(Untraced):
         try:
             return self._made(parts, batch_idx)
         except Exception:
-            self._unmapped.restore()
+            self._mapped_tensors.remove()
             raise
 
     def _made(self, parts: Parts, batch_idx: int) -> Tensor:
@@ -243,7 +244,7 @@ class ClientStack(Untraced):
         # Numbers of the module count clients' steps together also where no two batches have one form.
         together = mapped or len(parts) > 1
         if together:
-            self._watch.before_step()
+            self._guard.before_step()
         total: Tensor | None = None
         logged, deferred = _Logged(self._logbook), self.deferred()
         for places, batch in parts:
@@ -254,11 +255,11 @@ class ClientStack(Untraced):
                 self.note(losses, values)
             if len(places.numbers) > 1:
                 # A client alone would read what those before it have left.
-                self._watch.after_part()
+                self._guard.after_part()
             total = losses.sum() if total is None else total + losses.sum()
             logged.add(values, places.samples)
         if together:
-            self._watch.after_step(mapped)
+            self._guard.after_step(mapped)
         logged.log()
         assert total is not None
         return total
@@ -270,7 +271,7 @@ class ClientStack(Untraced):
             The sum of the losses; ``None`` where nothing is compiled. Nothing has been done then.
         """
         compiled = self._compiled
-        if compiled is None or compiled.reason or not self._watch.settled or not self._watch.mapped:
+        if compiled is None or compiled.reason or not self._guard.settled or not self._guard.mapped:
             return None
         if self.deferred():
             compiled.give_up("the optimizer keeps its steps apart from the weights, which takes less time")
@@ -326,9 +327,9 @@ class ClientStack(Untraced):
     def _tell_of_unequal(self, parts: Parts) -> None:
         """Warn once that clients whose batches differ in more than their size do not step together."""
         by_size = {places.samples: batch for places, batch in parts}
-        if self._falls_back or self._watch.told_of_batches or len(by_size) == len(parts):
+        if self._falls_back or self._guard.told_of_batches or len(by_size) == len(parts):
             return
-        self._watch.told_of_batches = True
+        self._guard.told_of_batches = True
         places, batch = next((places, batch) for places, batch in parts if by_size[places.samples] is not batch)
         tensors = [
             [(name, tuple(item.shape[1:])) for name, item in reachable("batch", each) if isinstance(item, Tensor)]
@@ -406,9 +407,9 @@ class ClientStack(Untraced):
         if _clients_in(stacks) == 1:
             return self.one_by_one(run, stacks)
         own = _of_each_client(stacks[3])
-        if own and self._watch.reads_of_each:
+        if own and self._guard.reads_of_each:
             return self.one_by_one(run, stacks)
-        if not self._watch.mapped:
+        if not self._guard.mapped:
             return self.one_by_one(run, stacks)
         written = [stack for name, stack in stacks[0].items() if name not in self.leaves]
         kept = [stack.clone() for stack in written] if self._falls_back or own else []
@@ -417,19 +418,19 @@ class ClientStack(Untraced):
         except MisconfigurationException:
             raise
         except DiffersBetweenClients as error:
-            self._watch.reads_of_each = True
-            self._unmapped.restore()
-            if not self._falls_back and not self._watch.silent:
+            self._guard.reads_of_each = True
+            self._mapped_tensors.remove()
+            if not self._falls_back and not self._guard.silent:
                 rank_zero_warn(
                     f"execution='vectorized': {error}, so that clients make their steps one after another: leave"
                     " it out of the step, or make it a tensor."
                 )
         except (RuntimeError, ValueError, NotImplementedError, TypeError) as error:
-            metric = self._watch.updated_metric()
+            metric = self._guard.updated_metric()
             cause = updates(metric) if metric else cause_of(error)
             if not self._falls_back:
                 raise CannotMap(cause) from error
-            self._watch.mapped = False
+            self._guard.mapped = False
             rank_zero_warn(
                 f"execution='auto': training_step cannot be mapped over clients any more: {cause}. From here on clients"
                 " make their steps one after another."

@@ -19,8 +19,8 @@ from lightning_lowrank.federated.coordinator import Coordinator
 from lightning_lowrank.federated.data.planner import Chunk
 from lightning_lowrank.federated.execution.base import Execution
 from lightning_lowrank.federated.execution.compiled import CompiledSteps
+from lightning_lowrank.federated.execution.mapped_leaks import MappedStepGuard, refused_writes
 from lightning_lowrank.federated.execution.stack import ClientStack
-from lightning_lowrank.federated.execution.traces import Watch, without_writing
 from lightning_lowrank.federated.execution.why_not import (
     ActsOnStacks,
     hooks_around_steps,
@@ -49,7 +49,7 @@ class Vectorized(Execution):
     stacked = True
     _stack: ClientStack | None = None
     _mapped: LocalStep | None = None
-    _watch: Watch | None = None
+    _guard: MappedStepGuard | None = None
     _has_trained = False
 
     def __init__(self, trainer: Any, coordinator: Coordinator) -> None:
@@ -68,7 +68,7 @@ class Vectorized(Execution):
     def start(self) -> None:
         """Refuse the module's hooks around steps to change it, for it holds the global model."""
         for hook in hooks_around_steps(self.module):
-            self._guards.enter_context(without_writing(self.module, hook))
+            self._guards.enter_context(refused_writes(self.module, hook))
 
     def stop(self) -> None:
         """Give the module its own hooks back."""
@@ -90,7 +90,7 @@ class Vectorized(Execution):
         """Compare a step together with one alone where the module is not what it was when they were compared last."""
         form, before = structure_of(self.module), self._compared
         self._compared = form
-        if form == before or (self._watch is not None and not self._watch.mapped):
+        if form == before or (self._guard is not None and not self._guard.mapped):
             return
         differs = self.compare()
         if differs:
@@ -162,14 +162,14 @@ class Vectorized(Execution):
 
     def _new_stack(self, count: int) -> ClientStack:
         run = self._run_objective if self.changes_objective else None
-        self._watch = self._watch or Watch(self.module)
+        self._guard = self._guard or MappedStepGuard(self.module)
         return ClientStack(
             self.trainer,
             self.module,
             self.live,
             count,
             run,
-            self._watch,
+            self._guard,
             self.settings.execution == "auto",
             self.compiled_steps,
             defers=not steps_are_seen(self.trainer, self.algorithm),

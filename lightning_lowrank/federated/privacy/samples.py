@@ -16,9 +16,10 @@ from torchmetrics import Metric
 
 from lightning_lowrank.arguments import listed
 from lightning_lowrank.federated.execution.compiled import tensors_in
+from lightning_lowrank.federated.execution.mapped_leaks import MappedTensors
 from lightning_lowrank.federated.execution.stack import LOGGED_AGAIN, captured_logs
-from lightning_lowrank.federated.execution.traces import Unmapped
 from lightning_lowrank.federated.execution.why_not import cause_of
+from lightning_lowrank.federated.leaks import ChangedTensors
 from lightning_lowrank.federated.objective import loss_of
 from lightning_lowrank.internals.torch import as_rows, recurrent_weights_kept
 from lightning_lowrank.internals.transformers import values_unseen
@@ -48,7 +49,7 @@ class SampleGradients:
         module: The module.
         step: Its training step.
         at_once: Largest number of samples that are mapped at once; ``None``: all of a batch.
-        kept: Returns further tensors by name that the step may not change.
+        further: Returns further tensors by name that the step may not change.
     """
 
     def __init__(
@@ -56,14 +57,14 @@ class SampleGradients:
         module: pl.LightningModule,
         step: Callable[..., Any],
         at_once: int | None = None,
-        kept: Callable[[], Mapping[str, Tensor]] = dict,
+        further: Callable[[], Mapping[str, Tensor]] = dict,
     ) -> None:
         self._module = module
         self._call = _Step(module, step)
         self._at_once = at_once
-        self._kept = kept
+        self._further = further
         self._mapped = True
-        self._unmapped = Unmapped(module)
+        self._mapped_tensors = MappedTensors(module)
 
     def clipped(
         self, names: Iterable[str], batch: Any, size: int, clip: float, arguments: Sequence[Any] = ()
@@ -98,7 +99,8 @@ class SampleGradients:
         settings: dict[str, dict[str, Any]] = {}
         losses: list[Tensor] = []
         logged: dict[str, list[Tensor]] = {}
-        before = self._unmapped_state()
+        guarded, updates = self._guarded(), self._updates()
+        tensors_before = ChangedTensors(guarded, guarded)
         for start in range(0, size, self._at_once or size):
             part = [tensor[start : start + (self._at_once or size)] for tensor in tensors]
             with recurrent_weights_kept(self._module):
@@ -118,7 +120,7 @@ class SampleGradients:
             losses.append(of_each)
             for name, each in values.items():
                 logged.setdefault(name, []).append(each)
-        self._refuse_changes(before)
+        self._refuse_changes(tensors_before, updates)
         for name, given in settings.items():
             if given.get("reduce_fx", "mean") not in ("mean", "avg", torch.mean) or LOGGED_AGAIN in name:
                 again = "twice" if LOGGED_AGAIN in name else f"with reduce_fx={given['reduce_fx']!r}"
@@ -157,10 +159,10 @@ class SampleGradients:
                 )(dict(parameters), list(tensors))
                 return gradients, losses, logged
             except MisconfigurationException:
-                self._unmapped.restore()
+                self._mapped_tensors.remove()
                 raise
             except (RuntimeError, ValueError, NotImplementedError, TypeError) as error:
-                self._unmapped.restore()
+                self._mapped_tensors.remove()
                 self._mapped = False
                 rank_zero_warn(
                     f"DifferentialPrivacy: training_step cannot be mapped over samples: {cause_of(error)}. It is called"
@@ -181,26 +183,18 @@ class SampleGradients:
         logged = {name: torch.stack([values[name] for _, (_, values) in found if name in values]) for name in names}
         return stacked, torch.stack([loss for _, (loss, _) in found]), logged
 
-    def _watched(self) -> dict[str, Tensor]:
-        return {**dict(self._module.named_buffers()), **self._kept()}
+    def _guarded(self) -> dict[str, Tensor]:
+        return {**dict(self._module.named_buffers()), **self._further()}
 
-    def _unmapped_state(self) -> tuple[dict[str, tuple[Tensor, Tensor]], dict[str, int]]:
-        parts = dict(self._module.named_modules())
-        counts = {name: part.update_count for name, part in parts.items() if isinstance(part, Metric)}
-        return {name: (value, value.clone()) for name, value in self._watched().items()}, counts
+    def _updates(self) -> dict[str, int]:
+        return {name: part.update_count for name, part in self._module.named_modules() if isinstance(part, Metric)}
 
-    def _refuse_changes(self, before: tuple[dict[str, tuple[Tensor, Tensor]], dict[str, int]]) -> None:
-        buffers, counts = before
-        parts = dict(self._module.named_modules())
-        # One that was assigned inside the map has no values outside of it.
-        changed = [
-            name
-            for name, value in self._watched().items()
-            if name not in buffers or value is not buffers[name][0] or not torch.equal(value, buffers[name][1])
-        ]
-        changed += [name for name, count in counts.items() if parts[name].update_count != count]
+    def _refuse_changes(self, tensors: ChangedTensors, updates: Mapping[str, int]) -> None:
+        # A tensor that was assigned inside the map has no values outside of it.
+        changed = tensors.changed(self._guarded())
+        changed += [name for name, count in self._updates().items() if count != updates.get(name, count)]
         if changed:
-            self._unmapped.restore()
+            self._mapped_tensors.remove()
             raise MisconfigurationException(
                 f"DifferentialPrivacy clips gradients, and training_step also changes {listed(changed)}, which takes"
                 " what samples say without clipping: leave such buffers and metrics out of the training step."

@@ -14,7 +14,7 @@ from torch import nn
 from lightning_lowrank import SCAFFOLD, FedAvg, FederatedLoop, FedMUD, FedProx, FromIndices
 from lightning_lowrank.federated.execution import auto, compiled
 from lightning_lowrank.federated.execution.compiled import CompiledSteps, stack_sizes
-from lightning_lowrank.federated.execution.traces import Memory
+from lightning_lowrank.federated.execution.snapshot import Snapshot
 from tests.federated.execution.runs import OPTIMIZERS, UNEVEN, Double, assert_close, run
 from tests.helpers import Module, network, weights
 
@@ -70,7 +70,7 @@ def test_settings_that_cannot_be():
 def test_objects_of_a_command_line_do_not_keep_a_step_from_being_tried():
     module = Module()
     module.make = partial(print, jsonargparse.ArgumentParser(logger=True))
-    Memory([module]).restore()
+    Snapshot(module).restore()
 
 
 @needs_compiler

@@ -16,8 +16,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from torchmetrics import MeanMetric, MetricCollection
 
 from lightning_lowrank import FedAvg, FederatedLoop, FromIndices, MaskAbsentClasses
-from lightning_lowrank.federated import client_optimizers
-from lightning_lowrank.federated.execution import traces
+from lightning_lowrank.federated import client_optimizers, leaks
 from lightning_lowrank.internals.torch import TorchDispatchMode
 from lightning_lowrank.testing.experiment import blobs
 from tests.helpers import SaveEachStep, lightnings_own
@@ -369,20 +368,20 @@ def test_of_a_large_base_a_sample_is_read(monkeypatch):
             self.read = 0
 
         def __torch_dispatch__(self, function, types, arguments=(), keywords=None):
-            if "sum" in str(function):
-                self.read += arguments[0].numel()
+            if "aten.cat" in str(function):
+                self.read += sum(each.numel() for each in arguments[0])
             elif "aten.clone" in str(function) or "_to_copy" in str(function):
                 self.read += 10**9
             return function(*arguments, **(keywords or {}))
 
     tensors = {"large": torch.zeros(7, 60_000), "small": torch.zeros(3), "none": torch.zeros(0)}
     for most, least in ((10**6, 420_003), (2**15, 2**15)):
-        monkeypatch.setattr(traces, "_SUMMED_AT_MOST", most)
+        monkeypatch.setattr(leaks, "_COMPARED_AT_MOST", most)
         with Numbers() as numbers:
-            traces.Unwritten(tensors, sums=True).check()
-        assert least <= numbers.read / 2 <= max(most, least) + 3 + traces._SUMMED_AT_ONCE
-    monkeypatch.setattr(traces, "_SUMMED_AT_ONCE", 2)
-    monkeypatch.setattr(traces, "_SUMMED_AT_MOST", 4)
+            assert leaks.ChangedTensors(tensors, tensors).changed() == []
+        assert least <= numbers.read / 2 <= max(most, least) + 3 + leaks._PART
+    monkeypatch.setattr(leaks, "_PART", 2)
+    monkeypatch.setattr(leaks, "_COMPARED_AT_MOST", 4)
     with pytest.raises(MisconfigurationException, match=r"frozen parameters.*teacher\.weight.*ema_parameters"):
         federated(TeacherInData)
 
@@ -450,12 +449,20 @@ def test_a_parametrization_that_is_put_on_and_off_changes_nothing():
 
 def test_an_exchange_of_two_numbers_is_a_change():
     tensors = {"held": torch.arange(6.0)}
-    unwritten = traces.Unwritten(tensors, sums=True)
+    changes = leaks.ChangedTensors(tensors, tensors)
     tensors["held"].copy_(torch.arange(6.0))
-    assert unwritten.changed() == []
-    assert unwritten.rewritten == {"held"}
+    assert changes.changed() == []
+    assert changes.rewritten == {"held"}
     tensors["held"].copy_(torch.tensor([1.0, 0.0, 2.0, 3.0, 4.0, 5.0]))
-    assert unwritten.changed() == ["held"]
+    assert changes.changed() == ["held"]
+
+
+def test_new_and_replaced_tensors_are_changes():
+    tensors = {"same": torch.zeros(2), "replaced": torch.zeros(2)}
+    changes = leaks.ChangedTensors(tensors, tensors)
+    assert changes.changed({**tensors, "replaced": torch.zeros(2), "new": torch.zeros(1)}) == ["replaced", "new"]
+    tensors["same"].data.add_(1)
+    assert changes.changed(tensors) == ["same"]
 
 
 def test_clients_of_such_a_module_do_not_step_together():

@@ -1,0 +1,223 @@
+"""What mapped steps leave in the one module that all clients share, or all samples of a batch.
+
+A value there would be one for all clients, and a tensor inside `torch.func.vmap` means nothing outside. `ClientStack`
+has it refused, and `SampleGradients` cleans the module after a step that cannot be mapped.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections import deque
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from torch import Tensor, nn
+from torchmetrics import Metric
+
+from lightning_lowrank.federated.execution.why_not import CannotMap, updates
+from lightning_lowrank.federated.leaks import as_code, plain_entries, reachable
+from lightning_lowrank.internals.replaced import replaced
+from lightning_lowrank.internals.torch import TorchDispatchMode, is_mapped, is_transformed, own_buffers, writes
+
+_WATCHED_STEPS = 2
+"""A number that a step stores once, such as a size, changes in the first one at most."""
+
+
+class MappedTensors:
+    """Removes the tensors of a mapped step that failed from a module, which could not be moved or read.
+
+    Args:
+        module: The module, before the step.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        self._module = module
+        self._buffers = [(table, dict(table)) for table in map(own_buffers, module.modules())]
+
+    def remove(self) -> None:
+        """Put back the buffers in whose place such a tensor is, and reset metrics with such a state."""
+        for table, before in self._buffers:
+            table.update({key: value for key, value in before.items() if _is_transformed(table.get(key))})
+        for part in self._module.modules():
+            if isinstance(part, Metric) and any(map(_is_transformed, vars(part).values())):
+                part.reset()
+
+
+def _is_transformed(value: Any) -> bool:
+    if isinstance(value, list):
+        return any(map(_is_transformed, value))
+    return isinstance(value, Tensor) and is_transformed(value)
+
+
+class MappedStepGuard:
+    """Refuses changes that the first steps of clients that step together make to their module.
+
+    Refused are updates of metrics, values of clients in containers, assigned buffers outside of the state dict, and
+    numbers that each step changes. A client's value in an attribute is refused when it is read after the step.
+
+    Args:
+        module: The user's module, before the first step.
+        silent: Whether nothing is said of batches that differ.
+
+    Attributes:
+        mapped: Whether steps can be mapped over clients, as far as is known.
+        reads_of_each: Whether steps read values that differ between clients and are no tensors.
+        told_of_batches: Whether the user knows of batches that cannot be stacked.
+    """
+
+    def __init__(self, module: nn.Module, silent: bool = False) -> None:
+        self.silent, self.mapped, self.told_of_batches = silent, True, silent
+        self.reads_of_each = False
+        self._module = module
+        self._mapped_steps, self._compared = 0, 0
+        self._replaced: list[tuple[dict[str, Any], str, str]] = []
+        self._updates = {id(metric): metric.update_count for _, metric in self._metrics()}
+        self._numbers: dict[str, Any] = {}
+
+    @property
+    def settled(self) -> bool:
+        """Whether all steps that are looked at have been made."""
+        return self._mapped_steps >= _WATCHED_STEPS
+
+    def updated_metric(self) -> str:
+        """The name and class of a metric that steps have updated, if there is one."""
+        updated = [pair for pair in self._metrics() if pair[1].update_count != self._updates.get(id(pair[1]), 0)]
+        return "".join(f"{as_code(name)} ({type(metric).__name__})" for name, metric in updated[:1])
+
+    def _metrics(self) -> list[tuple[str, Metric]]:
+        return [(name, item) for name, item in reachable("self", self._module) if isinstance(item, Metric)]
+
+    def before_step(self) -> None:
+        """Note the module's numbers, some of which the method may have set for this step."""
+        if self._compared < _WATCHED_STEPS:
+            self._numbers = numbers_of(self._module)
+
+    def after_part(self) -> None:
+        """Refuse changes that the steps of clients whose batches have one form have made."""
+        if not self.settled:
+            self._refuse_changes()
+        for table, key, name in self._replaced:
+            if _is_of_clients(table.get(key)):
+                table[key] = _stand_in(name)
+
+    def after_step(self, mapped: bool = True) -> None:
+        """Refuse numbers that each step changes, after a step that was ``mapped`` over clients or was not."""
+        if self._compared < _WATCHED_STEPS:
+            changed = changed_number(self._numbers, numbers_of(self._module))
+            if changed and self._compared:
+                raise CannotMap(changed)
+            self._compared += 1
+        self._mapped_steps += mapped
+
+    def _refuse_changes(self) -> None:
+        metric = self.updated_metric()
+        if metric:
+            raise CannotMap(updates(metric))
+        for name, item in reachable("self", self._module):
+            if isinstance(item, (list, set, deque)) and any(map(_is_of_clients, item)):
+                raise CannotMap(
+                    f"it leaves values of its clients in {as_code(name)}, where they mean nothing after the step; log"
+                    " them, or clear it at the end of the step"
+                )
+            if isinstance(item, dict):
+                found = [key for key, value in item.items() if _is_of_clients(value)]
+                if found and name.endswith("._buffers"):
+                    raise CannotMap(
+                        f"it replaces the buffer {as_code(f'{name}.{found[0]}')}, which is not persistent and therefore"
+                        " one for all clients; register it with persistent=True"
+                    )
+                self._replaced += [(item, key, as_code(f"{name}.{key}")) for key in found]
+
+
+def numbers_of(module: nn.Module) -> dict[str, Any]:
+    """The numbers in attributes of a module and of the objects that it reaches, by name."""
+    numbers = plain_entries(reachable("self", module), (int, float))
+    return {name: value for name, value in numbers if not isinstance(value, bool)}
+
+
+def changed_number(before: Mapping[str, Any], now: Mapping[str, Any]) -> str:
+    """Why a number of the module that has changed keeps clients from stepping together, if there is one."""
+    changed = [name for name, value in now.items() if value != before.get(name, value)]
+    if not changed:
+        return ""
+    name = as_code(changed[0])
+    return f"it changes the number {name}, which is one for all clients and would count their steps together"
+
+
+def _is_of_clients(value: Any) -> bool:
+    return isinstance(value, Tensor) and is_mapped(value)
+
+
+class _StandIn(Tensor):
+    """Refuses to be read, in place of a client's value that a step has left in an attribute."""
+
+    place: str
+
+    @classmethod
+    def __torch_function__(
+        cls, function: Any, types: Any, arguments: tuple[Any, ...] = (), keywords: Mapping[str, Any] | None = None
+    ) -> Any:
+        values = [*arguments, *(keywords or {}).values()]
+        values += [each for value in values if isinstance(value, (list, tuple)) for each in value]
+        name = next((value.place for value in values if isinstance(value, _StandIn)), "an attribute")
+        raise CannotMap(f"{name} is read after the step that has set it, and is one for all clients")
+
+
+def _stand_in(name: str) -> Tensor:
+    tensor = torch.empty(0).as_subclass(_StandIn)
+    tensor.place = name
+    return tensor
+
+
+@contextmanager
+def refused_writes(module: pl.LightningModule, hook: str) -> Iterator[None]:
+    """Refuse a module's hook if it writes to or replaces one of the module's tensors, which are the global model."""
+    original = getattr(module, hook)
+
+    @functools.wraps(original)
+    def guarded(*arguments: Any, **keywords: Any) -> Any:
+        before = _storages(module)
+        with _Writes() as noted:
+            result = original(*arguments, **keywords)
+        changed = [before[storage] for storage in noted.storages if storage in before]
+        changed += [name for storage, name in _storages(module).items() if storage not in before]
+        if changed:
+            raise MisconfigurationException(
+                f"execution='vectorized' is not possible: {type(module).__name__}.{hook}() changes {changed[0]} in the"
+                " module, which holds the global model there, not a client's. Use execution='sequential'."
+            )
+        return result
+
+    with replaced(module, **{hook: guarded}):
+        yield
+
+
+def _storages(module: nn.Module) -> dict[int, str]:
+    """The names of a module's tensors by their storages."""
+    tensors = (*module.named_parameters(), *module.named_buffers())
+    return {storage: name for name, value in tensors if (storage := _storage(value))}
+
+
+def _storage(value: Any) -> int:
+    """A tensor's storage; 0 for a tensor without numbers and for other objects."""
+    has_one = isinstance(value, Tensor) and value.layout is torch.strided and value.numel() > 0
+    return value.untyped_storage().data_ptr() if has_one else 0
+
+
+class _Writes(TorchDispatchMode):
+    """Notes the storages that operations write to, also with the same numbers: a teacher may not differ yet."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.storages: list[int] = []
+
+    def __torch_dispatch__(
+        self, function: Any, types: Any, arguments: tuple[Any, ...] = (), keywords: dict[str, Any] | None = None
+    ) -> Any:
+        if writes(function):
+            self.storages += map(_storage, arguments[0] if isinstance(arguments[0], (list, tuple)) else arguments[:1])
+        return function(*arguments, **(keywords or {}))

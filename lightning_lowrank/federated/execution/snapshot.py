@@ -1,0 +1,139 @@
+"""Snapshots of a module and its optimizers, and trials of training steps that put everything back.
+
+`choose_execution` times steps in trials, compares them, and measures their memory.
+"""
+
+from __future__ import annotations
+
+import functools
+import random
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import torch
+from lightning.pytorch.loggers.logger import DummyLogger
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.utils.data import Dataset
+
+from lightning_lowrank.federated.leaks import (
+    ChangedTensors,
+    as_code,
+    frozen_parameters,
+    reachable,
+    refuse_frozen,
+    same_entries,
+)
+from lightning_lowrank.internals.lightning import batch_transfer
+from lightning_lowrank.internals.replaced import replaced
+
+
+class Snapshot:
+    """The tensors, containers and generators that a module and its optimizers reach, to be put back.
+
+    Args:
+        module: The module. Its frozen parameters, which may be as large as the device, are not copied: a trial and
+            rounds refuse a step that changes them.
+        optimizers: Its optimizers.
+        dataset: A data set that is read meanwhile. Its tensors and arrays are not copied.
+
+    Raises:
+        MisconfigurationException: If there is an iterator or an open file, which cannot be put back.
+    """
+
+    def __init__(self, module: nn.Module, optimizers: Sequence[Optimizer] = (), dataset: Dataset | None = None) -> None:
+        self._frozen = {id(tensor) for tensor in frozen_parameters(module).values()}
+        items = [each for root in (module, *optimizers) for each in reachable("self", root)]
+        while dataset is not None:
+            around = reachable("dataset", vars(dataset), lambda item: isinstance(item, (Tensor, np.ndarray)))
+            items += [each for each in around if not hasattr(type(each[1]), "__next__")]
+            dataset = vars(dataset).get("dataset")
+        found = [self._restore_of(name, item) for name, item in items]
+        self._restores = [restore for restore in found if restore is not None]
+
+    def _restore_of(self, name: str, item: Any) -> Callable[[], Any] | None:
+        if isinstance(item, Tensor):
+            return _restore_of_tensor(item, copied=id(item) not in self._frozen)
+        if isinstance(item, np.ndarray):
+            return None if isinstance(item, np.memmap) else functools.partial(np.copyto, item, item.copy())
+        if isinstance(item, (dict, list, set, deque)):
+            return functools.partial(_restore_container, item, item.copy())
+        if isinstance(item, (torch.Generator, np.random.RandomState)):
+            set_state: Callable[[Any], Any] = item.set_state
+            return functools.partial(set_state, item.get_state())
+        if isinstance(item, random.Random):
+            return functools.partial(item.setstate, item.getstate())
+        if isinstance(item, np.random.Generator):
+            return functools.partial(setattr, item.bit_generator, "state", item.bit_generator.state)
+        if hasattr(type(item), "__next__"):
+            raise MisconfigurationException(
+                f"{as_code(name)} is of {type(item).__name__}, which a trial of the training step could not put back"
+            )
+        return None
+
+    def restore(self) -> None:
+        """Put everything back."""
+        for restore in self._restores:
+            restore()
+
+
+def _restore_of_tensor(tensor: Tensor, copied: bool) -> Callable[[], None]:
+    data, required = tensor.data, tensor.requires_grad
+    copy = data.clone() if copied else None
+
+    def restore() -> None:
+        if copy is not None and not torch.equal(data, copy):
+            data.copy_(copy)
+        if tensor.layout is torch.strided and tensor.data_ptr() != data.data_ptr():
+            tensor.data = data
+        if tensor.is_leaf:
+            tensor.requires_grad_(required)
+
+    return restore
+
+
+def _restore_container(container: Any, before: Any) -> None:
+    tables = [[*each, *each.values()] if isinstance(each, dict) else each for each in (before, container)]
+    if not same_entries(*tables):
+        container.clear()
+        (container.extend if isinstance(container, (list, deque)) else container.update)(before)
+
+
+@contextmanager
+def trial(
+    trainer: Any, loader: Any, chunk: Any, steps: int, stacked: bool = True
+) -> Iterator[tuple[list[Any], list[Any]]]:
+    """Read the first batches of clients to try steps on them, and put all changes of these back.
+
+    Args:
+        trainer: The trainer, with its optimizers set up.
+        loader: The `RoundLoader`.
+        chunk: The clients.
+        steps: Number of batches of each.
+        stacked: Whether batches together are needed. The user's hooks that move batches may not accept them.
+
+    Yields:
+        The clients' batches together step by step, and their first ones alone; see `RoundLoader.read`.
+
+    Raises:
+        MisconfigurationException: If an object cannot be put back, or a step changes a frozen parameter.
+    """
+    frozen = frozen_parameters(trainer.lightning_module)
+    guard = ChangedTensors(frozen, frozen)
+    snapshot = Snapshot(trainer.lightning_module, trainer.optimizers, loader.batches)
+    silent = replaced(trainer, loggers=[DummyLogger() for _ in trainer.loggers])
+    unlogged = replaced(trainer.lightning_module, log=lambda *arguments, **keywords: None)
+    try:
+        with silent, unlogged:
+            together, alone = loader.read(chunk, 0, steps)
+            transfer = batch_transfer(trainer)
+            yield [transfer(batch) for batch in (together if stacked else [])], [transfer(batch) for batch in alone]
+    finally:
+        snapshot.restore()
+        for optimizer in trainer.optimizers:
+            optimizer.zero_grad()
+        refuse_frozen(guard.changed())

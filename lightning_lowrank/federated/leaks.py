@@ -1,0 +1,402 @@
+"""What a client's steps leave in the live module and the trainer's optimizers, beyond what the client sends.
+
+`Rounds` calls `Isolation` at a client's ends, so that clients that train one after another start alike. The executions
+share its walk over reachable objects and its comparison of tensors.
+"""
+
+from __future__ import annotations
+
+import enum
+import functools
+import math
+import types
+from collections import deque
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, MutableMapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import lightning.pytorch as pl
+import numpy as np
+import torch
+from lightning.pytorch.core.optimizer import LightningOptimizer
+from lightning.pytorch.loggers import Logger
+from lightning.pytorch.utilities import rank_zero_warn
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.utils.data import DataLoader, Dataset
+from torchmetrics import Metric, MetricCollection
+
+from lightning_lowrank.aggregation.adapters import is_base_change
+from lightning_lowrank.arguments import listed
+from lightning_lowrank.federated.state import trained_tensors
+from lightning_lowrank.internals.torch import is_transformed, own_buffers, quantised_to_4_bits, written
+
+_MANY = 10_000
+"""Largest number of entries with which a container is looked into."""
+_FOREIGN = (
+    *(type, types.ModuleType, enum.Enum, str, bytes, int, float, complex, type(None)),
+    *(pl.Trainer, pl.Callback, pl.LightningDataModule, Logger, Dataset, DataLoader),
+)
+_PROGRAMS = ("argparse.", "jsonargparse.", "logging.", "lightning.pytorch.cli.")
+_TABLES = ("_modules.", "_parameters.", "_buffers.")
+_PLAIN = (int, float, str)
+_PART = 2**14
+_COMPARED_AT_MOST = 2**24
+_WATCHED_CLIENTS = 2
+"""A value that a step stores once, such as a size, is new in the first client alone."""
+
+
+# The walk over reachable objects
+
+
+class OfTheRun:
+    """A class whose objects belong to the run, so that they are no part of the user's module."""
+
+
+def walk(
+    name: str,
+    root: Any,
+    is_left_out: Callable[[Any], bool] = lambda item: False,
+    is_whole: Callable[[Any], bool] = lambda item: False,
+) -> Iterator[tuple[str, Any]]:
+    """Yield an object and all objects that can be reached from it, each once and with its name.
+
+    Attributes, entries of containers, and what functions and methods are bound to can be reached.
+
+    Args:
+        name: The root's name.
+        root: Where to begin.
+        is_left_out: Whether an object is neither yielded nor looked into.
+        is_whole: Whether an object is yielded and not looked into.
+    """
+    seen: dict[int, Any] = {}
+    queue: list[tuple[str, Any]] = [(name, root)]
+    while queue:
+        name, item = queue.pop()
+        if id(item) in seen or is_left_out(item):
+            continue
+        seen[id(item)] = item
+        yield name, item
+        if not is_whole(item):
+            queue += _contents(name, item)
+
+
+def _contents(name: str, item: Any) -> list[tuple[str, Any]]:
+    """The objects one step from an object, with their names."""
+    if isinstance(item, (Tensor, np.ndarray)):
+        return []
+    if isinstance(item, types.MethodType):
+        return [(name, item.__self__)]
+    if isinstance(item, functools.partial):
+        return [(name, each) for each in (item.func, item.args, item.keywords)]
+    if isinstance(item, types.FunctionType):
+        return [(name, each) for each in (*map(_content, item.__closure__ or ()), item.__defaults__)]
+    inside: list[tuple[str, Any]] = []
+    if isinstance(item, (dict, list, tuple, set, frozenset, deque)) and len(item) <= _MANY:
+        pairs = item.items() if isinstance(item, dict) else enumerate(item)
+        # The text of a tensor has its numbers.
+        inside += [(f"{name}.{n if isinstance(key, Tensor) else key}", value) for n, (key, value) in enumerate(pairs)]
+    if hasattr(item, "__dict__"):
+        inside.append((name, vars(item)))
+    return inside
+
+
+def _content(cell: Any) -> Any:
+    try:
+        return cell.cell_contents
+    except ValueError:
+        # The function is still being defined.
+        return None
+
+
+def reachable(
+    name: str, root: Any, is_left_out: Callable[[Any], bool] = lambda item: False
+) -> Iterator[tuple[str, Any]]:
+    """`walk` within the user's module: without trainers, callbacks, loggers, data sets, and the run's own objects."""
+
+    def is_foreign(item: Any) -> bool:
+        # Any, for mypy takes type[Any] for a type without a hash.
+        kind: Any = type(item)
+        return _is_foreign(kind) or is_left_out(item)
+
+    return walk(name, root, is_foreign)
+
+
+@functools.lru_cache(maxsize=2**12)
+def _is_foreign(kind: Any) -> bool:
+    if issubclass(kind, (*_FOREIGN, OfTheRun)):
+        return True
+    # A Namespace holds a model's settings, as argparse and jsonargparse make them.
+    modules = (f"{base.__module__}." for base in kind.__mro__)
+    return kind.__name__ != "Namespace" and any(each.startswith(_PROGRAMS) for each in modules)
+
+
+def plain_entries(items: Iterable[tuple[str, Any]], kinds: tuple[type, ...]) -> Iterator[tuple[str, Any]]:
+    """Yield the entries of dictionaries, and so attributes, of plain classes, given the result of `reachable`."""
+    for name, item in items:
+        if isinstance(item, dict):
+            yield from ((f"{name}.{key}", value) for key, value in item.items() if isinstance(value, kinds))
+
+
+def as_code(name: str) -> str:
+    """A name as it is written in code, without the tables of modules."""
+    return functools.reduce(lambda text, table: text.replace(table, ""), _TABLES, name)
+
+
+def same_entries(before: Collection[Any], now: Collection[Any]) -> bool:
+    """Whether containers have the same objects as entries in the same order, or equal numbers and texts."""
+    return len(before) == len(now) and all(
+        one is two or (isinstance(one, _PLAIN) and one == two) for one, two in zip(before, now, strict=True)
+    )
+
+
+# The comparison of tensors
+
+
+class ChangedTensors:
+    """Tells which tensors have changed since it was made.
+
+    A version counter tells of writes in place. Copies of numbers also tell of writes through ``tensor.data``, and
+    whether a write left the same numbers.
+
+    Args:
+        tensors: The tensors by name. Quantised ones of 4 bits or of a class of their own, which no step writes to, are
+            left out.
+        compared: Names of the tensors whose numbers are compared. Of more than 16.8 million numbers in ``tensors``,
+            about so many are, in evenly spaced parts of each tensor: a moving average writes whole tensors.
+
+    Attributes:
+        rewritten: Names of tensors that were written with the same numbers, as by a parametrization put on and off.
+    """
+
+    def __init__(self, tensors: Mapping[str, Tensor], compared: Collection[str] = ()) -> None:
+        plain = {name: each for name, each in tensors.items() if type(each.data) is Tensor}
+        plain = {name: each for name, each in plain.items() if not quantised_to_4_bits(each)}
+        self._given, self._tensors = dict(tensors), plain
+        self._versions = {name: written(value) for name, value in plain.items()}
+        self._every = max(1, math.ceil(sum(value.numel() for value in plain.values()) / _COMPARED_AT_MOST))
+        self._numbers = {name: self._numbers_of(value) for name, value in plain.items() if name in compared}
+        self.rewritten: set[str] = set()
+
+    def _numbers_of(self, tensor: Tensor) -> Tensor:
+        """A copy of each n-th part of a tensor."""
+        return torch.cat(tensor.detach().flatten().split(_PART)[:: self._every])
+
+    def changed(self, present: Mapping[str, Tensor] | None = None) -> list[str]:
+        """The names of the tensors that have changed; given the present ones, also of new and replaced tensors."""
+        changed = []
+        for name, value in self._tensors.items():
+            is_changed = is_written = written(value) != self._versions[name]
+            before = self._numbers.get(name)
+            # Some equal parts do not tell that a write left the same numbers.
+            if before is not None and (self._every == 1 or not is_written):
+                is_changed = not torch.equal(self._numbers_of(value), before)
+            if is_changed:
+                changed.append(name)
+            elif is_written:
+                self.rewritten.add(name)
+        if present is not None:
+            changed += [n for n, each in present.items() if each is not self._given.get(n) and n not in changed]
+        return changed
+
+
+def frozen_parameters(module: nn.Module) -> dict[str, Tensor]:
+    """A module's parameters by name that no client sends."""
+    sent = {id(value) for value in trained_tensors(module).values()}
+    return {name: value for name, value in module.named_parameters() if id(value) not in sent}
+
+
+def refuse_frozen(changed: Sequence[str]) -> None:
+    """Refuse a training step that has changed these frozen parameters, if there are any."""
+    if changed:
+        raise MisconfigurationException(
+            f"training changes {len(changed)} frozen parameters, as an exponential moving average does:"
+            f" {listed(changed)}. A client would start from what the"
+            " last one left. Set FederatedLoop(ema_parameters=[...]) with patterns of their names, such as"
+            f" {changed[0].split('.')[0] + '*'!r}, so that they are sent and averaged like buffers."
+        )
+
+
+# Clients that train one after another
+
+
+class Isolation:
+    """Keeps the changes that one client's steps make to the module from the next client.
+
+    - Buffers outside of the state dict get their values at the start of the fit back.
+    - A buffer that is replaced by assignment is filled in place instead, so that sending and loading reach it.
+    - Frozen parameters that change are refused, unless ``FederatedLoop(ema_parameters=...)`` has them averaged.
+    - Attributes that change may be running totals of an epoch. A warning names those that the first two clients change.
+    - Gradients that a module left in manual optimization are dropped.
+
+    Args:
+        trainer: The trainer, with its optimizers set up.
+        stacked: Whether clients step together. Their steps reach neither buffers nor attributes of the module, but
+            attributes of the optimizers.
+    """
+
+    def __init__(self, trainer: Any, stacked: bool) -> None:
+        self._trainer, self._stacked = trainer, stacked
+        self._module: pl.LightningModule = trainer.lightning_module
+        sent = {id(value) for value in trained_tensors(self._module).values()}
+        buffers = list(_buffers(self._module))
+        self._sent = [] if stacked else [each for each in buffers if id(each.tensor) in sent]
+        self._not_sent = [(each, each.tensor.detach().clone()) for each in buffers if id(each.tensor) not in sent]
+        self._rewritten: set[str] = set()
+        self._named: set[str] = set()
+        self._to_watch = _WATCHED_CLIENTS
+
+    def begin_round(self) -> None:
+        """Look up the parameters that are frozen in this round."""
+        self._frozen = frozen_parameters(self._module)
+
+    def begin_client(self) -> None:
+        """Prepare a client's first step, after the method has begun the client."""
+        self.put_back()
+        for buffer in self._sent:
+            # A client that failed may have left another tensor.
+            buffer.table[buffer.key] = buffer.tensor
+        if not self._module.automatic_optimization:
+            self._module.zero_grad()
+        is_first = self._to_watch == _WATCHED_CLIENTS
+        self._guard = ChangedTensors(self._frozen, self._frozen if is_first else self._rewritten)
+        self._attributes = _Attributes(self._trainer, self._stacked) if self._to_watch else None
+
+    def end_client(self) -> None:
+        """Fill assigned buffers in place, and refuse or name the client's other changes."""
+        for buffer in self._sent:
+            if buffer.table.get(buffer.key) is not buffer.tensor:
+                buffer.fill()
+        refuse_frozen(self._guard.changed())
+        self._rewritten |= self._guard.rewritten
+        if self._attributes is not None:
+            self._warn_of([each for each in self._attributes.changed() if each not in self._named])
+            self._to_watch -= 1
+
+    def _warn_of(self, names: Sequence[str]) -> None:
+        self._named.update(names)
+        if names and self._stacked:
+            rank_zero_warn(
+                f"steps change what an optimizer holds beside its state: {listed(names)}. It goes on from one"
+                " client to the next, whatever optimizer_state says: keep it in the optimizer's state or param_groups."
+            )
+        elif names:
+            rank_zero_warn(
+                f"training changes attributes of the module: {listed(names)}. They go on from one client"
+                " to the next and are not averaged. Register what belongs to the model as a buffer, so that each"
+                " client starts from the global value; totals of an epoch count the steps of all clients."
+            )
+
+    @torch.no_grad()
+    def put_back(self) -> None:
+        """Give buffers outside of the state dict their values at the start of the fit."""
+        for buffer, value in self._not_sent:
+            if buffer.table.get(buffer.key) is not buffer.tensor or written(buffer.tensor) != buffer.version:
+                buffer.table[buffer.key] = buffer.tensor.copy_(value)
+                buffer.version = written(buffer.tensor)
+
+
+@dataclass
+class _Buffer:
+    """A buffer, its version, and where its module keeps it."""
+
+    name: str
+    table: MutableMapping[str, Any]
+    key: str
+    tensor: Tensor
+    version: tuple[int, int]
+
+    @torch.no_grad()
+    def fill(self) -> None:
+        """Copy the tensor that was assigned in its place into it."""
+        assigned = self.table.get(self.key)
+        if not isinstance(assigned, Tensor) or assigned.shape != self.tensor.shape:
+            found = "None" if assigned is None else str(list(assigned.shape))
+            raise MisconfigurationException(
+                f"training changes the buffer {self.name} from {list(self.tensor.shape)} to {found}, and clients"
+                " are averaged: keep its shape, or register it with persistent=False."
+            )
+        self.table[self.key] = self.tensor.copy_(assigned)
+
+
+def _buffers(module: nn.Module) -> Iterator[_Buffer]:
+    """Yield a module's buffers, without those of metrics and changes of quantised base weights."""
+    metrics = tuple(name + "." for name, part in module.named_modules() if isinstance(part, Metric))
+    for prefix, part in module.named_modules():
+        table = own_buffers(part)
+        for key, tensor in table.items():
+            if tensor is not None and not is_base_change(key) and not f"{prefix}.".startswith(metrics):
+                yield _Buffer(f"{prefix}.{key}".lstrip("."), table, key, tensor, written(tensor))
+
+
+class _Attributes:
+    """The numbers, texts, containers and tensors in attributes of a module, or of optimizers, and of reachable objects.
+
+    Left out are metrics, which are totals of an epoch, attributes of Lightning's own, and tensors with a graph, which
+    are of one step. Optimizers count only where clients step together: `ClientOptimizers` puts them back for a client
+    alone.
+    """
+
+    def __init__(self, trainer: Any, of_optimizers: bool) -> None:
+        self._trainer, self._of_optimizers = trainer, of_optimizers
+        self._values = self._present()
+        tensors = {name: value for (name, kind), value in self._values.items() if kind is Tensor}
+        self._tensors = ChangedTensors(tensors, tensors)
+
+    def changed(self) -> list[str]:
+        """The names of the attributes with another value of the same kind."""
+        present, rewritten = self._present(), set(self._tensors.changed())
+        common = ((key, value) for key, value in self._values.items() if key in present)
+        found = {key[0] for key, before in common if _differs(before, present[key], key[0] in rewritten)}
+        # A container stands for its entries.
+        outer = (name for name in found if not any(name.startswith(f"{other}.") for other in found))
+        return [as_code(name).split(".", 1)[1] for name in sorted(outer)]
+
+    def _present(self) -> dict[tuple[str, type], Any]:
+        """The values by name and kind."""
+        trainer, module = self._trainer, self._trainer.lightning_module
+        # Schedulers, and the state of these optimizers, are begun for each client.
+        schedulers = [config.scheduler for config in trainer.lr_scheduler_configs]
+        apart = {id(each) for each in (*module.parameters(), *module.buffers(), *trainer.optimizers, *schedulers)}
+        totals = (Metric, MetricCollection, Optimizer)
+        items = list(reachable("root", self._root(), lambda item: id(item) in apart or isinstance(item, totals)))
+        values: dict[tuple[str, type], Any] = {(name, object): each for name, each in plain_entries(items, _PLAIN)}
+        for name, optimizer in plain_entries(items, (Optimizer,)):
+            if id(optimizer) not in apart and not isinstance(optimizer, LightningOptimizer):
+                values[f"{name}.state", object] = len(optimizer.state)
+        for name, item in items:
+            if isinstance(item, (list, tuple, set, deque)):
+                values[name, list] = [each for each in item if getattr(each, "grad_fn", None) is None]
+            # A tensor of a mapped step that failed has no numbers outside of the map.
+            elif type(item) in (Tensor, nn.Parameter) and not is_transformed(item):
+                values |= {(name, Tensor): item} if item.layout is torch.strided and item.grad_fn is None else {}
+        return values
+
+    def _root(self) -> dict[str, Any]:
+        def without(each: Any, names: Collection[str]) -> dict[str, Any]:
+            return {name: value for name, value in vars(each).items() if name not in names}
+
+        if not self._of_optimizers:
+            return without(self._trainer.lightning_module, _names_of_lightning())
+        others = [
+            each for each in self._trainer.optimizers if not type(each).__module__.startswith("lightning_lowrank.")
+        ]
+        return {type(each).__name__: without(each, ("state", "param_groups", "defaults")) for each in others}
+
+
+@functools.cache
+def _names_of_lightning() -> frozenset[str]:
+    """The attributes that Lightning keeps on each module."""
+    return frozenset({*vars(pl.LightningModule()), *dir(pl.LightningModule)} - {"_modules"})
+
+
+def _differs(before: Any, now: Any, is_written: bool) -> bool:
+    if isinstance(before, list):
+        return not same_entries(before, now)
+    if not isinstance(before, Tensor):
+        return type(before) is not type(now) or before != now
+    if now is before:
+        return is_written
+    alike = (before.shape, before.dtype, before.device) == (now.shape, now.dtype, now.device)
+    return not (alike and torch.equal(before, now))
