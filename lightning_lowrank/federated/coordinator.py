@@ -466,7 +466,11 @@ class Coordinator:
         # A lossy downlink's packets take the memory of a model each.
         self._sent.pop(client.id, None)
 
-    def _take(self, arrival: Arrival, first: int = 0) -> None:
+    def _take(self, arrival: Arrival) -> None:
+        """Take in an arrival, now or at the round's end."""
+        self._pass_on(arrival)
+
+    def _pass_on(self, arrival: Arrival, first: int = 0) -> None:
         """Hand an arrival to the stages from place ``first`` on, and then to the method."""
         found: Arrival | None = arrival
         for stage in self.stages[first:]:
@@ -480,7 +484,7 @@ class Coordinator:
         """Hand on the arrivals that stages have held back."""
         for place, stage in enumerate(self.stages, start=1):
             for arrival in stage.release():
-                self._take(arrival, place)
+                self._pass_on(arrival, place)
 
     def origin_of(self, client: ClientInfo) -> Mapping[str, Tensor]:
         """The values, by name, of which a client's message has the change, as the client received them."""

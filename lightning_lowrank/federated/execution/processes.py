@@ -370,10 +370,10 @@ class SharedCoordinator(Coordinator):
     def check_answers(self, answers: int) -> None:
         """Leave it to `exchange`, when all processes know how many there are."""
 
-    def _take(self, arrival: Arrival, first: int = 0) -> None:
+    def _take(self, arrival: Arrival) -> None:
         message = arrival.message
         if self._streams:
-            super()._take(arrival, first)
+            self._pass_on(arrival)
             message = Message({})
         kept = {name: tensor.clone() for name, tensor in message.tensors.items()}
         self._arrivals.append(dataclasses.replace(arrival, message=Message(kept)))
@@ -418,7 +418,7 @@ class SharedCoordinator(Coordinator):
                 self.states[client.id] = unflatten_state(arrival.state, kept)
             if arrival.names is not None:
                 message = Message(dict(zip(names, sent, strict=True)))
-                super()._take(Arrival(client, message, arrival.weight, self.origin_of))
+                self._pass_on(Arrival(client, message, arrival.weight, self.origin_of))
         if self._streams:
             self.server.aggregator.pool(self._strategy)
         return total["client_steps"]

@@ -29,6 +29,7 @@ if str(REPOSITORY) not in sys.path:
 
 from lightning_lowrank import (  # noqa: E402
     ALIE,
+    Arrival,
     BlockKronecker,
     Bucketing,
     CenteredClipping,
@@ -42,6 +43,7 @@ from lightning_lowrank import (  # noqa: E402
     LogNormal,
     LowRank,
     MaskAbsentClasses,
+    RoundStage,
     SystemModel,
     TopK,
 )
@@ -57,6 +59,27 @@ OWN_TESTS = FromIndices({"train": OF_TWO_OR_MORE, "test": [[0, 1, 2], [3, 4], []
 SGD = torch.optim.SGD
 MOMENTUM = partial(SGD, lr=0.05, momentum=0.9)
 HALVED = partial(torch.optim.lr_scheduler.StepLR, step_size=1, gamma=0.5)
+
+
+class Norms(RoundStage):
+    """Holds all messages back to the round's end, and logs the norm of each client's update."""
+
+    def __init__(self) -> None:
+        self._held: list[Arrival] = []
+        self._norms: dict[str, float] = {}
+
+    def arrived(self, arrival: Arrival) -> None:
+        self._held.append(arrival.copy())
+
+    def release(self) -> list[Arrival]:
+        held, self._held = sorted(self._held, key=lambda arrival: arrival.client.id), []
+        self._norms = {
+            f"norm/{each.client.id}": sum(float(value.norm()) for value in each.update().values()) for each in held
+        }
+        return held
+
+    def figures(self) -> dict[str, float]:
+        return self._norms
 
 
 class Rounds(pl.Callback):
@@ -197,6 +220,7 @@ RUNS: dict[str, Callable[[], dict[str, Any]]] = {
     "scaffold": partial(_method, "SCAFFOLD", personal_test="matched_labels"),
     "tdpfed": partial(_method, "TDPFed", personal_test="matched_labels", client_memory_limit=2000),
     "own tests": partial(_fedavg, buffers="local", partition=OWN_TESTS, personal_test="by_client"),
+    "stages": lambda: {"stages": [Norms()]},
     "mask": partial(_method, "GradientMask"),
     "coordinates": partial(_method, "RandomCoordinates", clients_per_round=3),
     "channels": partial(

@@ -31,10 +31,22 @@ from tests.federated.execution import parallel_runs
 from tests.federated.execution.parallel_runs import RUNS, UNEVEN, run
 from tests.helpers import Module, trainer
 
-QUICK = ["fedavg", "own tests", "scaffold", "tdpfed", "vectorized", "idle", "metrics", "channels", "unlucky"]
+QUICK = [
+    "fedavg",
+    "own tests",
+    "scaffold",
+    "tdpfed",
+    "vectorized",
+    "idle",
+    "metrics",
+    "channels",
+    "unlucky",
+    "attacked",
+    "stages",
+]
 RESUMED = [("fedavg", "ended"), ("tdpfed", "validated"), ("idle", "ended"), ("channels", "ended")]
 OTHERS = [
-    "attacked", "late",
+    "late",
     "fedmud", "mask", "stepwise", "median", "coordinates", "capacities", "together", "kept", "twice", "manual",
     "development", "early", "private clients", "private samples",
 ]  # fmt: skip
