@@ -23,7 +23,7 @@ from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signatu
 from torch import Tensor, nn
 from torchmetrics import Metric, MetricCollection
 
-from lightning_lowrank.federated.algorithm import CompletesModels, detached, inherits
+from lightning_lowrank.federated.algorithm import CompletesModels, detached
 from lightning_lowrank.federated.coordinator import Coordinator
 from lightning_lowrank.federated.data.batches import BatchReader, Request
 from lightning_lowrank.federated.data.device import DeviceData
@@ -383,8 +383,14 @@ class FurtherModels:
             return
         if self._settings.personal_test is not None:
             self._of_clients(loader, "validate")
-        elif not inherits(self._coordinator.algorithm, "variants"):
+            return
+        try:
             check_loader(loader, training=False)
+        except MisconfigurationException:
+            # Many methods evaluate no further model, some of them at certain settings alone: Lightning reads the
+            # loaders then.
+            if self._coordinator.algorithm.variants(self._coordinator.server):
+                raise
 
     def evaluate(self, trainer: Any, module: pl.LightningModule, stage: Literal["validate", "test"]) -> None:
         """Log how clients' own models do on their own test data, and further global models on all of it.

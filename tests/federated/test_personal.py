@@ -10,7 +10,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import nn
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 from torchmetrics import MeanSquaredError
 
 from lightning_lowrank import (
@@ -273,6 +273,29 @@ def test_validation_data_that_cannot_be_judged_on_is_refused_before_the_first_st
     with pytest.raises(MisconfigurationException, match=said):
         fitted.fit(module, DataLoader(blobs(), batch_size=8), validation[0] if loaders == 1 else validation)
     assert module.steps == 0
+
+
+class Numbered(IterableDataset):
+    def __iter__(self):
+        return iter(zip(*blobs(40, seed=8).tensors, strict=True))
+
+
+@pytest.mark.parametrize("validation", ["several", "iterable"])
+@pytest.mark.parametrize("algorithm", [FedLoRA(ProductSum()), HeteroFL([1.0])], ids=["FedLoRA", "HeteroFL"])
+def test_lightning_reads_the_validation_data_of_a_method_without_further_models(tmp_path, algorithm, validation):
+    class Validated(Module):
+        def validation_step(self, batch, batch_idx, dataloader_idx=0):
+            self.log("val_loss", torch.nn.functional.cross_entropy(self.net(batch[0]), batch[1]))
+
+    rank = [LowRank(MatrixProduct(), rank=2, init="lora", freeze_rest=True, allow_larger=True, summary=False)]
+    loop = FederatedLoop(algorithm, clients=3, summary=False)
+    fitted = trainer(tmp_path, *(rank if isinstance(algorithm, FedLoRA) else []), loop, max_epochs=1)
+    dataset = Numbered() if validation == "iterable" else blobs(40, seed=8)
+    loaders = [DataLoader(dataset, batch_size=8) for _ in range(2 if validation == "several" else 1)]
+    fit(fitted, Validated(), DataLoader(blobs(), batch_size=8), loaders)
+    assert {name for name in fitted.callback_metrics if name.startswith("val_loss")} == (
+        {"val_loss"} if validation == "iterable" else {"val_loss/dataloader_idx_0", "val_loss/dataloader_idx_1"}
+    )
 
 
 class Judged(Module):
