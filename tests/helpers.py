@@ -223,3 +223,20 @@ def lightnings_own(active: bool = True) -> Iterator[None]:
             patch.setattr(LocalTraining, "_is_plain", lambda self: False)
             patch.setattr(loop, "read_on_device", lambda loader, data: None)
         yield
+
+
+def warmed_up(
+    tmp_path: Path, algorithm: Any, execution: str, *callbacks: pl.Callback, **arguments: Any
+) -> tuple[dict[str, Tensor], loop.FederatedLoop]:
+    """Fit a module with unused parameters, whose learning rate is 0 in the first of three rounds.
+
+    Returns:
+        The weights at the end, and the loop.
+    """
+    module = Module(
+        **{"scheduler": lambda o: torch.optim.lr_scheduler.LambdaLR(o, lambda epoch: min(epoch, 1)), **arguments}
+    )
+    module.unused = nn.BatchNorm1d(3)
+    federated = loop.FederatedLoop(algorithm, clients=3, execution=execution, summary=False)
+    fit(trainer(tmp_path, *callbacks, federated), module, Data())
+    return weights(module), federated

@@ -1,7 +1,8 @@
 """FedCM: a client steps along its own gradient and the direction in which all clients moved last (template).
 
 A method is one file in ``lightning_lowrank/algorithms``: the idea in a line, the class with paper and formula, and the
-hooks of `Algorithm` in which it differs from federated averaging. Its two halves meet only in messages.
+hooks of `Algorithm` in which it differs from federated averaging, in the order of a round. Its two halves meet only in
+messages.
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ from __future__ import annotations
 import torch
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
-from lightning_lowrank.federated import Algorithm, ClientContext, ClientInfo, LocalStep, Message, Server
+from lightning_lowrank.federated import Algorithm, Base, ClientContext, ClientInfo, LocalStep, Message, Server
 from lightning_lowrank.federated.state import copy_into
 
 # No tensor of a module has a name of this form.
@@ -27,7 +28,7 @@ class FedCM(Algorithm):
         alpha: Share :math:`\alpha` of the client's own gradient, above 0 and at most 1. Default 0.5.
 
     Raises:
-        MisconfigurationException: If ``alpha`` is out of range.
+        MisconfigurationException: If ``alpha`` is out of range, or the module has several optimizers or groups.
     """
 
     exact = frozenset({_RATES})  # Channels leave it as it is.
@@ -36,6 +37,16 @@ class FedCM(Algorithm):
         if not 0 < alpha <= 1:
             raise MisconfigurationException(f"alpha must be above 0 and at most 1, got {alpha}")
         self.alpha = alpha
+
+    # Every side
+
+    def setup_optimizers(self, base: Base) -> None:
+        groups = [group for optimizer in base.optimizers for group in optimizer.param_groups]
+        if len(groups) != 1:
+            raise MisconfigurationException(
+                f"FedCM divides a client's change by one learning rate a step, and the module has {len(groups)} groups"
+                " of parameters: return one optimizer with one group from configure_optimizers()."
+            )
 
     # The server's half: what it keeps is in server.state, which checkpoints hold.
 
@@ -47,8 +58,11 @@ class FedCM(Algorithm):
     def aggregate(self, server: Server) -> None:
         mean = server.aggregated()
         rates, start = mean.pop(_RATES), server.parameters()
-        server.state["direction"] = {name: (start[name] - mean[name]) / rates for name in start}
+        if rates > 0:
+            server.state["direction"] = {name: (start[name] - mean[name]) / rates for name in start}
         server.take(mean)
+
+    # `begin_round` and `receive` are the other two hooks of this half in a round; FedCM leaves them as they are.
 
     # The client's half: it reads its context and the message, and keeps what lasts in client.state.
 
@@ -58,11 +72,18 @@ class FedCM(Algorithm):
         copy_into(client.model, received)
         client.round_state.update(direction=direction, rates=torch.zeros((), device=client.base.device))
 
+    # `loss` is next in a step, and would return another objective. FedCM trains on the module's own loss.
+
+    @torch.no_grad()
     def before_step(self, step: LocalStep) -> None:
         # Where clients step together, each tensor has them as its first dimension.
         for name, value in step.parameters.items():
-            value.grad.mul_(self.alpha).add_(step.round_state["direction"][name], alpha=1 - self.alpha)
+            momentum = (1 - self.alpha) * step.round_state["direction"][name]
+            # A parameter that the loss does not depend on has the gradient 0.
+            value.grad = momentum if value.grad is None else value.grad.mul_(self.alpha).add_(momentum)
         step.round_state["rates"] += step.base.optimizers[0].param_groups[0]["lr"]
+
+    # `local_update`, around the optimizer's step, is the last hook of a step.
 
     def end(self, client: ClientContext) -> Message:
         return Message({**super().end(client).tensors, _RATES: client.round_state["rates"]})

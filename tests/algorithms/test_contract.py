@@ -14,8 +14,8 @@ from torch import nn
 from lightning_lowrank import FederatedLoop, FromIndices, algorithms
 from lightning_lowrank.federated import Algorithm
 from lightning_lowrank.testing import PARTS, check_algorithm
-from tests.algorithms.methods import ARCHETYPES, FORMS, LOW_RANK, METHODS
-from tests.helpers import Data, Module, fit, trainer
+from tests.algorithms.methods import ARCHETYPES, FORMS, LOW_RANK, METHODS, each_method
+from tests.helpers import Data, Module, fit, trainer, warmed_up
 
 
 class ContractModule(Module):
@@ -117,3 +117,14 @@ def test_every_method_takes_part():
     taking_part = {type(method.make()) for method in METHODS.values()}
     assert exported == taking_part
     assert all(issubclass(method, Algorithm) for method in exported)
+
+
+@each_method("SCAFFOLD", "FedNova")
+def test_unused_parameters_and_a_warm_up_from_zero_leave_the_model_finite(tmp_path, name):
+    method = METHODS[name]
+    low_rank = LOW_RANK[method.forms[0]]
+    callbacks = [] if low_rank is None else [low_rank()]
+    settings = {"optimizer": method.optimizer, "net": method.network()}
+    end, loop = warmed_up(tmp_path, method.make(), "auto", *callbacks, **settings)
+    assert all(value.isfinite().all() for value in end.values())
+    assert all(value.isfinite().all() for value in loop.algorithm.global_model(loop.server).values())
