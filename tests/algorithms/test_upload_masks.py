@@ -102,6 +102,36 @@ def test_each_round_draws_other_coordinates():
     assert drawn[0] != drawn[1]
 
 
+def test_a_round_draws_its_coordinates_once(tmp_path, monkeypatch):
+    drawn, randperm = [], torch.randperm
+
+    def counting(count, *arguments, **settings):
+        drawn.append(count)
+        return randperm(count, *arguments, **settings)
+
+    monkeypatch.setattr(torch, "randperm", counting)
+    module, _ = plain.fitted(tmp_path, RandomMask())
+    total = plain.flat(module).numel()
+    assert drawn.count(total) == len(plain.PARTICIPANTS)
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_masks_follow_the_description_and_the_parameters(method):
+    server, kept, masks = server_of(network()), method(0.2), []
+    total = plain.flat(server.base.module).numel()
+    parameters = server.parameters()
+    wider = {**parameters, "more": torch.zeros(7)}
+    for number, tensors in ((0, parameters), (1, parameters), (1, wider), (0, parameters)):
+        server.round = number
+        server.state["mask.bits"] = pack_bits(torch.arange(total + 7) % (number + 3) == 0)
+        description = kept.describe(server)
+        masks.append(kept._masks(description, tensors))
+        expected = method(0.2)._masks(description, tensors)
+        assert masks[-1].keys() == expected.keys()
+        assert all(torch.equal(masks[-1][name], mask) for name, mask in expected.items())
+    assert any(not torch.equal(masks[0][name], mask) for name, mask in masks[1].items())
+
+
 def begun(method, server, client):
     """Return the context of a client that has begun the round, and what the server sent it."""
     live = trained_tensors(server.base.module)
