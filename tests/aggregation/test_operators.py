@@ -643,16 +643,26 @@ def test_fedinc_clusters_as_scipy_does_on_dense_products(clusters, seed):
         torch.testing.assert_close(dense(received), dense(expected.server.resized(received.rank)))
 
 
-@pytest.mark.parametrize("seed", range(10))
-def test_agglomeration_is_scipys_average_linkage(seed):
-    points = torch.randn(12, 2, generator=torch.Generator().manual_seed(seed))
-    distances = torch.cdist(points, points).double()
-    distances = (distances + distances.T) / 2
-    tree = linkage(squareform(distances.numpy(), checks=False), "average")
-    for clusters in range(1, 13):
-        labels = fcluster(tree, clusters, "maxclust").tolist()
-        expected = [[i for i in range(12) if labels[i] == label] for label in dict.fromkeys(labels)]
-        assert agglomerate(distances, clusters) == expected
+@pytest.mark.parametrize("clusters", range(1, 9))
+@pytest.mark.parametrize("alike", [[], [4], [7], [2, 2, 2], [3, 4]], ids=str)
+def test_agglomeration_makes_as_many_clusters_of_equal_clients_too(alike, clusters):
+    """Equal clients, as of a round in which nothing was learnt, are all equally near."""
+    points = torch.arange(7.0)
+    first = 0
+    for count in alike:
+        points[first : first + count] = first
+        first += count
+    found = agglomerate((points[:, None] - points).abs(), clusters)
+    assert len(found) == min(clusters, 7)
+    assert sorted(client for members in found for client in members) == list(range(7))
+    assert found == sorted(map(sorted, found))
+
+
+def test_agglomeration_goes_by_the_mean_distance():
+    """Of 0 and 3 together, 6.2 has distances of 3.2 and 6.2, which are 4.7 in the mean."""
+    for last, expected in ((24.0, [[0, 1], [2], [3, 4]]), (25.2, [[0, 1, 2], [3], [4]])):
+        points = torch.tensor([0.0, 3.0, 6.2, 20.0, last])
+        assert agglomerate((points[:, None] - points).abs(), 3) == expected
 
 
 def test_fedinc_has_one_clustering_for_the_whole_model():
