@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+import copy
+from collections.abc import Collection, Mapping, MutableMapping
 from typing import Any
 
 import torch
-from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor, nn
 
 from lightning_lowrank.internals.torch import own_parameters
@@ -61,4 +61,19 @@ def _autocasts(module: nn.Module) -> bool:
 
 
 def _cast(value: Any, dtype: torch.dtype) -> Any:
-    return apply_to_collection(value, Tensor, lambda each: each.to(dtype) if each.is_floating_point() else each)
+    if isinstance(value, Tensor):
+        return value.to(dtype) if value.is_floating_point() else value
+    if isinstance(value, Mapping):
+        cast = {name: _cast(each, dtype) for name, each in value.items()}
+        if type(value) is dict or not isinstance(value, MutableMapping):
+            return cast
+        # A mapping of a class of its own may hold its values as attributes too.
+        found = copy.copy(value)
+        for name, each in cast.items():
+            found[name] = each
+        return found
+    if isinstance(value, (list, tuple)):
+        each = [_cast(one, dtype) for one in value]
+        # A PackedSequence is a named tuple.
+        return type(value)(*each) if hasattr(value, "_fields") else type(value)(each)
+    return value
