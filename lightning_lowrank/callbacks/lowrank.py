@@ -69,7 +69,7 @@ class LowRank(Configured, Callback):
             products. Its gradient is added before each optimizer step. Give the factors no other weight decay.
         seed: Seed of the factors' draws. ``None``: the seed given to Lightning's ``seed_everything`` before the
             conversion, or 0.
-        summary: Print the table of layers.
+        summary: Print the table of layers, once for each module.
         **settings: One of ``budget``, ``ratio``, ``rank`` and ``rank_ratio``, and the other settings of
             `lightning_lowrank.layers.LowRankSettings`.
 
@@ -109,6 +109,7 @@ class LowRank(Configured, Callback):
         self._given_seed = seed
         self.summary = summary
         self.conversion: Conversion | None = None
+        self._printed: Conversion | None = None
         self._module: torch.nn.Module | None = None
         self._trained: set[str] = set()
         self._unseen: set[int] = set()
@@ -149,7 +150,8 @@ class LowRank(Configured, Callback):
                 " and stays as it is. To have it converted as well, call lightning_lowrank.recover(module) before"
                 " fit()."
             )
-        if self.summary:
+        if self.summary and conversion is not self._printed:
+            self._printed = conversion
             self._print(conversion)
 
     def _made_later(self, module: torch.nn.Module) -> list[str]:

@@ -26,7 +26,8 @@ def assign_ranks(
     """Give each layer its rank, or the reason to leave it alone.
 
     ``layers`` are without those that share the weight of an earlier one, ``spared`` is what ``freeze_rest`` leaves
-    trained. A rank that a layer cannot have, or a budget below what the smallest ranks need, is a ``ValueError``.
+    trained. A layer that ``freeze_rest`` would freeze is converted whatever its size, as PEFT converts it. A budget
+    below what the smallest ranks need is a ``ValueError``.
     """
     for layer in layers:
         if settings.rank is not None:
@@ -46,28 +47,32 @@ def assign_ranks(
     for layer in layers:
         if layer.rank is None:
             continue
-        _check_rank(layer, layer.rank, settings)
-        if layer.reason and settings.freeze_rest and layer.weight not in spared:
-            raise ValueError(
-                f"layer {layer.name!r}: {layer.reason}, and freeze_rest=True would freeze it: set allow_larger=True for"
-                " such factors, give the layer a rank of its own, keep it trained, or exclude it."
-            )
+        frozen_otherwise = settings.freeze_rest and layer.weight not in spared
+        _check_rank(layer, layer.rank, settings, frozen_otherwise)
 
 
-def _check_rank(layer: Candidate, rank: int, settings: LowRankSettings) -> None:
-    """Leave the layer alone where the rank saves nothing; refuse a rank that no such layer can have."""
+def _check_rank(layer: Candidate, rank: int, settings: LowRankSettings, frozen_otherwise: bool) -> None:
+    """Leave the layer alone where the rank saves nothing, unless it would be frozen; note what is unusual then."""
     factorization, half_frozen = settings.factorization, settings.half_frozen
     with _naming(layer):
         largest = factorization.max_rank(layer.shape, half_frozen)
+        redundant = settings.role == "update" and factorization.any_rank
+        if rank > largest and not (redundant and (settings.allow_larger or frozen_otherwise)):
+            channels = f" ({layer.output_channels} output channels)" if settings.rank_ratio is not None else ""
+            above = f"rank {rank}{channels} is more than the largest of such a weight, {largest}"
+            if not frozen_otherwise:
+                layer.reason = above
+                return
+            layer.note, layer.rank, rank = above, largest, largest
         if rank <= largest:
             factorization.check_rank(layer.shape, rank, half_frozen)
-        elif not (settings.allow_larger and settings.role == "update" and factorization.any_rank):
-            layer.reason = f"rank {rank} is more than the largest of such a weight, {largest}"
-            return
         factorization.fixed_factors(layer.shape, settings.decouple, half_frozen)
         trained = factorization.trained_numbers(layer.shape, rank, half_frozen)
     if trained >= layer.numbers and not settings.allow_larger:
-        layer.reason = f"rank {rank} would train {trained:,} numbers, not fewer than the weight has"
+        if frozen_otherwise:
+            layer.note = layer.note or f"its factors are {trained:,} numbers, not fewer than the weight"
+        else:
+            layer.reason = f"rank {rank} would train {trained:,} numbers, not fewer than the weight has"
 
 
 @contextmanager
@@ -103,9 +108,14 @@ class _Budget:
         trained = [p for p in outside if (p in spared if settings.freeze_rest else p.requires_grad)]
         self.settings, self.budget, self.weights = settings, settings.budget, weights
         self.costs = [trained_cost(weight, wide_factors) for weight in weights]
-        # Shapes, with what a number costs in the weight and in its factors.
+        # Shapes, with what a number costs in the weight and in its factors, and whether these may be larger than it.
         self.counts = Counter(
-            (tuple(weight.shape), cost(weight), of_factors)
+            (
+                tuple(weight.shape),
+                cost(weight),
+                of_factors,
+                settings.allow_larger or (settings.freeze_rest and weight not in spared),
+            )
             for weight, of_factors in zip(weights, self.costs, strict=True)
         )
         # What is trained outside the weights, and the dense model.
@@ -129,9 +139,9 @@ class _Budget:
     def total(self, ranks: Mapping[tuple[int, ...], int]) -> int:
         """Add up all that is trained; a weight stays dense where its factors would be larger, unless they may be."""
         total = self.rest
-        for (shape, of_weight, of_factors), count in self.counts.items():
+        for (shape, of_weight, of_factors, larger), count in self.counts.items():
             numbers = self.numbers(shape, ranks[shape])
-            dense = numbers >= math.prod(shape) and not self.settings.allow_larger
+            dense = numbers >= math.prod(shape) and not larger
             total += count * (math.prod(shape) * of_weight if dense else numbers * of_factors)
         return total
 
@@ -206,8 +216,8 @@ class _Budget:
         is the largest. No ratio above the bound fits: one rank more than a ratio gives holds at least its share.
         """
         counts = self.counts.items()
-        numbers = sum(count * of_weight * math.prod(shape) for (shape, of_weight, _), count in counts)
-        one_more = sum(count * of_factors * self.numbers(shape, 1) for (shape, _, of_factors), count in counts)
+        numbers = sum(count * of_weight * math.prod(shape) for (shape, of_weight, *_), count in counts)
+        one_more = sum(count * of_factors * self.numbers(shape, 1) for (shape, _, of_factors, _), count in counts)
         ratio = min(1.0, (allowed - self.rest + one_more) / numbers)
         ranks = self.at_ratio(ratio)
         factorization = self.settings.factorization

@@ -37,8 +37,8 @@ def convert(model: nn.Module, factorization: Factorization, *, seed: int = 0, **
 
     Other layers are left alone, and the report says why. So are layers whose weight is frozen and those of which there
     is a frozen copy, such as a teacher that follows, unless ``convert_frozen`` is set; layers whose trained factors
-    would not be fewer numbers than the weight; and, in role ``"weight"``, those whose weight is constant and gives the
-    factors no start.
+    would not be fewer numbers than the weight, unless ``freeze_rest`` would freeze it; and, in role ``"weight"``, those
+    whose weight is constant and gives the factors no start.
 
     Args:
         model: The model. Nothing in it is changed if an error is raised.
@@ -105,7 +105,7 @@ def convert(model: nn.Module, factorization: Factorization, *, seed: int = 0, **
     model.frozen_for_factors = frozenset(frozen)  # type: ignore[assignment]
 
     return Conversion(
-        layers=[_report(layer, how, layer.weight in spared) for layer in layers],
+        layers=[_report(layer, how) for layer in layers],
         specs=[_spec(layer, how) for layer in chosen],
         dense_parameters=dense_parameters,
         trainable_parameters=sum(p.numel() for p in model.parameters() if p.requires_grad),
@@ -195,10 +195,10 @@ def _spec(layer: Candidate, settings: LayerSettings) -> LayerSpec:
     )
 
 
-def _report(layer: Candidate, settings: LowRankSettings, spared: bool) -> LayerReport:
-    reason, rank = layer.reason, None if layer.reason else layer.chosen_rank
+def _report(layer: Candidate, settings: LowRankSettings) -> LayerReport:
+    reason, rank = layer.reason or layer.note, None if layer.reason else layer.chosen_rank
     if rank is None:
-        trainable = layer.numbers if layer.trainable and (spared or not settings.freeze_rest) else 0
+        trainable = sum(source.numel() for source in layer.sources if source.requires_grad)
     elif layer.tied_to is not None:
         trainable, reason = 0, f"shares the factors of {layer.tied_to.name}"
     else:

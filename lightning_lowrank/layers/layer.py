@@ -30,7 +30,9 @@ from weakref import finalize, ref
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.utils.parametrize import is_parametrized
 
+from lightning_lowrank.arguments import listed
 from lightning_lowrank.internals.torch import (
     COMPILED,
     TABLES,
@@ -144,12 +146,14 @@ class LowRankLayer(nn.Module):
     @classmethod
     def why_not(cls, module: nn.Module, factorization: Factorization) -> str:
         """Return why a module cannot become a layer of this class, or an empty string."""
+        if is_parametrized(module):
+            return "it is parametrized (torch.nn.utils.parametrize)"
         if type(module) not in cls.dense_classes:
             return f"{type(module).__name__} is not exactly nn.{cls.dense_classes[0].__name__}"
         if "forward" in vars(module):
             return "its forward is replaced on the instance"
         if set(own_parameters(module)) - {"bias"} != {"weight"} or own_buffers(module) or own_children(module):
-            return "it holds other tensors than weight and bias (weight normalisation, for example)"
+            return _why_other_tensors({*own_parameters(module), *own_buffers(module), *own_children(module)})
         dtype = module.get_parameter("weight").dtype
         if not dtype.is_floating_point or dtype.itemsize < 2:
             return f"its weight is of type {dtype}"
@@ -659,6 +663,18 @@ class LowRankLayer(nn.Module):
         if self.compute != "auto":
             parts.append(f"compute={self.compute!r}")
         return ", ".join(part for part in parts if part)
+
+
+def _why_other_tensors(names: set[str]) -> str:
+    """Why a layer that holds tensors of other names than its class is not converted."""
+    for made_by, signs in (
+        ("weight_norm", {"weight_g", "weight_v"}),
+        ("spectral_norm", {"weight_orig", "weight_u"}),
+        ("prune", {"weight_orig", "weight_mask"}),
+    ):
+        if signs <= names:
+            return f"torch.nn.utils.{made_by} computes its weight from {' and '.join(sorted(signs))}"
+    return f"it holds other tensors than weight and bias: {listed(sorted(names - {'weight', 'bias'})) or 'none'}"
 
 
 def take_over_attributes(target: nn.Module, source: nn.Module, hooks: bool) -> None:

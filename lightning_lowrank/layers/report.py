@@ -21,7 +21,8 @@ class LayerReport:
         trainable: Numbers that are trained for this weight: those of the factors, or its own where the layer was
             left alone, 0 if frozen. The bias counts in neither.
         converted: Whether the layer is low-rank now.
-        reason: Why the layer was left alone, or whose factors it shares; empty otherwise.
+        reason: Why the layer was left alone, has another rank than the settings say or factors that are no fewer
+            numbers than the weight, or whose factors it shares; empty otherwise.
         error: The relative error ‖W − f‖ / ‖W‖ (Frobenius norms) of a weight that started from the dense one's
             decomposition, else ``None``.
     """

@@ -170,7 +170,8 @@ class LowRankSettings(LayerSettings):
         ratio: Share of each weight's numbers that its factors train, in (0, 1], or a dictionary from patterns.
         rank: Rank of each weight (number of blocks for ``BlockKronecker``), or a dictionary from patterns.
         rank_ratio: Rank over output channels, γ in (0, 1], or a dictionary from patterns. The rank is γ·channels,
-            rounded to the nearest integer and at least 1 (FedHM, Yao et al. 2021).
+            rounded to the nearest integer and at least 1 (FedHM, Yao et al. 2021). A layer with many more outputs than
+            inputs, such as 512×24, may have no such rank and is left alone: give it a smaller γ, or use ``ratio``.
         budget_unit: ``"share"`` (default), or ``budget`` is a number of ``"parameters"`` or ``"bytes"``.
         budget_rule: How ``budget`` becomes one ratio for all layers. ``"largest"`` (default): the largest whose
             total fits the budget. ``"authors"``: start at the budget and lower the ratio in steps of 0.001 until
@@ -183,11 +184,12 @@ class LowRankSettings(LayerSettings):
         skip: ``"first"`` and ``"last"`` leave the first and the last of the layers that can be converted, in
             registration order, alone. Empty by default.
         allow_larger: Convert also layers whose factors are no fewer numbers than their weight, in role ``"update"``
-            with a matrix product even at a rank that no such weight has. Off by default.
+            with a matrix product even at a rank that no such weight has. Off by default. Layers that ``freeze_rest``
+            would freeze are converted all the same, at the largest rank there is where theirs is larger.
         convert_frozen: Convert also layers whose weight is frozen (``requires_grad=False``), as for LoRA on a base that
             was frozen by hand. Off by default: what is frozen stays as it is.
         freeze_rest: Freeze every parameter except the factors and, with ``train_base``, the weights that they
-            update. Biases are frozen too. Off by default.
+            update. Biases are frozen too. No layer is left alone for its size, see ``allow_larger``. Off by default.
         keep_trained: Patterns of parameter names that ``freeze_rest`` leaves trained, such as ``["classifier"]`` for
             the new head of a pretrained model. None by default. The weight of a converted layer is frozen all the
             same; name the layer in ``exclude`` to train it whole. In a model of 16 bits, modules whose parameters are

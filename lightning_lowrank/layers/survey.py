@@ -45,6 +45,10 @@ RECURRENT = (nn.RNNBase, nn.RNNCellBase)
 """Layers whose weights are surveyed, so that they are seen, and never converted: one call of torch takes them all."""
 
 
+UNCONVERTED = (nn.Bilinear, nn.EmbeddingBag)
+"""Other layers with a weight that are surveyed and never converted."""
+
+
 def low_rank_class(module: nn.Module) -> type[LowRankLayer] | None:
     """Return the low-rank class for a layer or a subclass of one, or ``None`` for any other module.
 
@@ -69,8 +73,10 @@ class Candidate:
         projection: The weight's name where it is one of several: of an attention without ``_weight``, of a recurrent
             layer all of it. Empty otherwise.
         reason: Why the layer is left alone, empty otherwise.
+        note: What is unusual about the layer's factors, empty otherwise.
         tied_to: The earlier layer whose factors this one shares.
         error: The relative error of the decomposition, where there is one.
+        sources: The parameters that the weight is, or is computed from.
     """
 
     name: str
@@ -79,6 +85,7 @@ class Candidate:
     projection: str
     weight: nn.Parameter
     reason: str = ""
+    note: str = ""
     rank: int | None = None
     tied_to: Candidate | None = None
     error: float | None = None
@@ -87,7 +94,11 @@ class Candidate:
         self.kind = type(self.module).__name__
         self.shape = tuple(self.weight.shape)
         self.numbers = self.weight.numel()
-        self.trainable = self.weight.requires_grad
+        # A weight that is computed, as by weight normalisation, is no parameter itself.
+        computed = not self.projection and own_parameters(self.module).get("weight") is None
+        named = self.module.named_parameters()
+        self.sources = [value for name, value in named if not name.endswith("bias")] if computed else [self.weight]
+        self.trainable = any(source.requires_grad for source in self.sources)
         self.suffix = "" if isinstance(self.module, RECURRENT) else "_weight" if self.projection else ".weight"
 
     @property
@@ -157,7 +168,7 @@ def _candidates(model: nn.Module, factorization: Factorization) -> list[Candidat
             for parameter_name, parameter in own_parameters(module).items():
                 if parameter is not None and parameter.ndim > 1:
                     names.setdefault((module, parameter_name), []).append(f"{module_name}.{parameter_name}".lstrip("."))
-        if low_rank_class(module) is not None:
+        if low_rank_class(module) is not None or isinstance(module, UNCONVERTED):
             names.setdefault((module, ""), []).append(module_name)
     for module_name, module in model.named_modules():
         for parameter_name, parameter in own_parameters(module).items():
@@ -198,6 +209,8 @@ def keep_ties(layers: Sequence[Candidate]) -> None:
 def _why_not(module: nn.Module, projection: str, factorization: Factorization) -> str:
     if isinstance(module, RECURRENT):
         return "weights of recurrent layers are not converted"
+    if isinstance(module, UNCONVERTED):
+        return f"layers of class {type(module).__name__} are not converted"
     if not projection:
         kind = low_rank_class(module)
         return "" if kind is None else kind.why_not(module, factorization)

@@ -156,6 +156,17 @@ def test_layers_made_in_setup_are_refused(tmp_path):
         fit(trainer(tmp_path, LowRank(MatrixProduct(), rank=2, summary=False)), Later(), Data())
 
 
+def test_the_table_of_layers_is_printed_once_for_each_module(tmp_path, capsys):
+    run = trainer(tmp_path, LowRank(MatrixProduct(), rank=2), max_epochs=1, limit_train_batches=1)
+    module, data = Module(), Data()
+    fit(run, module, data)
+    for stage in (run.validate, run.test):
+        stage(module, data, verbose=False)
+    assert capsys.readouterr().out.count("parameters are trained") == 1
+    run.validate(Module(), data, verbose=False)
+    assert capsys.readouterr().out.count("parameters are trained") == 1
+
+
 class Rebuilt(Module):
     """Makes its network again in ``configure_model`` or ``setup``, as one does who has not read of their order."""
 

@@ -8,12 +8,14 @@ import pickle
 
 import pytest
 import torch
+import torch.nn.utils.prune
 from torch import nn
 
 from lightning_lowrank import models
 from lightning_lowrank.layers import (
     CP,
     BlockKronecker,
+    CoreProduct,
     Hadamard,
     LayerSpec,
     LowRankConv2d,
@@ -232,8 +234,6 @@ def test_a_rank_above_the_largest_is_what_allow_larger_allows():
     """FedLoRA-M of the authors of FedSLoP: rank 15 also for a head of ten outputs."""
     model = nn.Sequential(nn.Linear(784, 128), nn.ReLU(), nn.Linear(128, 10))
     how = {"rank": 15, "freeze_rest": True, "init": "uniform", "init_scale": 15**-0.5}
-    with pytest.raises(ValueError, match=r"'2'.*rank.*15"):
-        convert(copy.deepcopy(model), PRODUCT, **how)
     inputs = torch.randn(5, 784)
     before = model(inputs)
     convert(model, PRODUCT, allow_larger=True, **how)
@@ -263,14 +263,54 @@ def test_a_rank_above_the_largest_is_refused_elsewhere():
         LowRankLinear.from_dense(nn.Linear(4, 3), PRODUCT, rank=2.5)
 
 
-def test_freeze_rest_keeps_no_layer_frozen_for_its_rank():
-    model = nn.Sequential(nn.Linear(30, 20), nn.Linear(20, 3))
-    how = {"rank": 3, "freeze_rest": True}
-    with pytest.raises(ValueError, match=r"'1'.*rank.*3"):
-        convert(copy.deepcopy(model), PRODUCT, **how)
+def test_freeze_rest_leaves_no_layer_frozen_for_its_rank():
+    """As with PEFT, LoRA of rank 8 on a head of two classes trains."""
+    model = nn.Sequential(nn.Linear(30, 20), nn.Linear(20, 2))
+    how = {"rank": 8, "freeze_rest": True}
+    plain, larger = copy.deepcopy(model), copy.deepcopy(model)
+    conversion = convert(plain, PRODUCT, init="lora", **how)
+    convert(larger, PRODUCT, init="lora", allow_larger=True, **how)
+    assert all(torch.equal(a, b) for a, b in zip(plain.parameters(), larger.parameters(), strict=True))
+    assert plain[1].factors["U"].shape == (2, 8)
+    assert "176 numbers" in str(conversion)
     for left in ({"keep_trained": ["1"]}, {"exclude": ["1"]}):
         conversion = convert(copy.deepcopy(model), PRODUCT, **how, **left)
         assert [spec.name for spec in conversion.specs] == ["0"]
+
+
+@pytest.mark.parametrize(
+    ("factorization", "settings"),
+    [(PRODUCT, {"role": "weight"}), (CP(), {}), (CoreProduct(), {}), (BlockKronecker(grid=True), {}), (Hadamard(), {})],
+    ids=str,
+)
+def test_freeze_rest_gives_a_small_layer_the_largest_rank(factorization, settings):
+    model = nn.Sequential(nn.Linear(30, 20), nn.Linear(5, 1))
+    largest = factorization.max_rank((1, 5))
+    rank = 16
+    assert largest < rank
+    conversion = convert(model, factorization, rank=rank, freeze_rest=True, **settings)
+    small = conversion.layers[1]
+    assert (small.rank, model[1].rank) == (largest, largest)
+    assert small.reason == f"rank {rank} is more than the largest of such a weight, {largest}"
+    assert small.trainable == sum(p.numel() for p in model[1].parameters() if p.requires_grad)
+    assert conversion.trainable_parameters == sum(p.numel() for p in model.parameters() if p.requires_grad)
+
+
+@pytest.mark.parametrize("keep", [[], ["1"]], ids=str)
+def test_a_budget_counts_the_factors_of_small_layers_that_freeze_rest_would_freeze(keep):
+    model = nn.Sequential(nn.Linear(40, 40, bias=False), nn.Linear(40, 1, bias=False))
+    conversion = convert(model, PRODUCT, budget=401, budget_unit="parameters", freeze_rest=True, keep_trained=keep)
+    assert conversion.layers[1].converted == (not keep)
+    # One rank of the first layer is 80 numbers, of the second 41, and its weight 40.
+    assert conversion.trainable_parameters == sum(p.numel() for p in model.parameters() if p.requires_grad)
+    assert conversion.trainable_parameters == 4 * 80 + (40 if keep else 41)
+
+
+def test_a_rank_ratio_that_a_wide_layer_has_no_rank_for_says_why():
+    model = nn.Sequential(nn.Linear(24, 512), nn.Linear(512, 24))
+    conversion = convert(model, PRODUCT, rank_ratio=0.25)
+    assert [layer.rank for layer in conversion.layers] == [None, 6]
+    assert "512 output channels" in conversion.layers[0].reason
 
 
 @pytest.mark.parametrize("frozen_before", [False, True])
@@ -628,6 +668,11 @@ class Odds(nn.Module):
         self.transposed = nn.ConvTranspose2d(16, 16, 3)
         self.volume = nn.Conv3d(16, 16, 3)
         self.normed = nn.utils.parametrizations.weight_norm(nn.Linear(16, 16))
+        self.old_normed = nn.utils.weight_norm(nn.Linear(16, 16))
+        self.old_spectral = nn.utils.spectral_norm(nn.Linear(16, 16))
+        self.pruned = nn.utils.prune.l1_unstructured(nn.Linear(16, 16), "weight", 0.5)
+        self.pair = nn.Bilinear(8, 8, 8)
+        self.bag = nn.EmbeddingBag(50, 16)
         self.clipped = nn.Embedding(20, 16, max_norm=1.0)
         self.sparse = nn.Embedding(20, 16, sparse=True)
         self.free = nn.Linear(16, 16)
@@ -635,13 +680,24 @@ class Odds(nn.Module):
         self.template = self.borrowed.weight
 
 
+@pytest.mark.filterwarnings("ignore::FutureWarning")
 def test_what_cannot_be_converted_is_left_alone_with_a_reason():
-    conversion = convert(Odds(), MatrixProduct(), rank=1)
+    odds = Odds()
+    conversion = convert(odds, MatrixProduct(), rank=1)
+    for layer in conversion.layers:
+        trained = (p.numel() for n, p in odds.get_submodule(layer.name).named_parameters() if p.requires_grad)
+        biases = (p.numel() for n, p in odds.get_submodule(layer.name).named_parameters() if n.endswith("bias"))
+        assert layer.trainable == sum(trained) - sum(biases), layer.name
     assert {layer.name: layer.reason for layer in conversion.layers} == {
         "conv": "",
         "transposed": "",
         "volume": "",
-        "normed": "ParametrizedLinear is not exactly nn.Linear",
+        "normed": "it is parametrized (torch.nn.utils.parametrize)",
+        "old_normed": "torch.nn.utils.weight_norm computes its weight from weight_g and weight_v",
+        "old_spectral": "torch.nn.utils.spectral_norm computes its weight from weight_orig and weight_u",
+        "pruned": "torch.nn.utils.prune computes its weight from weight_mask and weight_orig",
+        "pair": "layers of class Bilinear are not converted",
+        "bag": "layers of class EmbeddingBag are not converted",
         "clipped": "max_norm changes its weight in the forward pass",
         "sparse": "its gradient is of a special kind (sparse or scale_grad_by_freq)",
         "free": "",
