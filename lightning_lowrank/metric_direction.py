@@ -19,7 +19,12 @@ _TURNING = re.compile(
 )
 _COMPOUND = re.compile(".*(loss|error|accuracy|acc|perplexity|ppl)")
 USUAL = ("val_acc", "val_accuracy", "test_acc", "val_loss")
-"""Metrics by which a run is judged where nothing says which one counts, the first that was logged."""
+"""Metrics by which a run is judged where nothing says which one counts, the first that was logged.
+
+``valid`` and ``validation`` serve in place of ``val``, and ``/`` in place of ``_``. Without any of these it is another
+metric of validation, the first by name of which it is known whether higher is better.
+"""
+_VALIDATION = re.compile(r"(?:val|valid|validation)[_/](.+?)(?:/dataloader_idx_\d+)?")
 _PHRASES = (("cross_entropy", "crossentropy"), ("log_likelihood", "reward"))
 
 
@@ -47,8 +52,27 @@ def monitors_of(trainer: Any) -> list[Monitor]:
 def judged_by(logged: Iterable[str], wanted: str | None, monitors: Iterable[Monitor]) -> str | None:
     """Return which of the logged metrics a run is judged by: the one that is wanted, or monitored, or a usual one."""
     known = set(logged)
-    names = [wanted] if wanted else [*(each.name for each in monitors), *USUAL]
-    return next((name for name in names if name in known), None)
+    names = [wanted] if wanted else [each.name for each in monitors]
+    found = next((name for name in names if name in known), None)
+    return found if found or wanted else usual(known)
+
+
+def usual(logged: Iterable[str]) -> str | None:
+    """The metric of `USUAL`, or of validation, by which a run that logged these is judged.
+
+    Example:
+        >>> usual(["val_loss", "valid_acc"]), usual(["validation/f1", "train_loss"]), usual(["loss"])
+        ('valid_acc', 'validation/f1', None)
+    """
+    known = sorted(logged)
+    found = [(name, validated[1]) for name in known if (validated := _VALIDATION.fullmatch(name))]
+    for metric in USUAL:
+        if metric in known:
+            return metric
+        for name, of_validation in found:
+            if f"val_{of_validation}" == metric:
+                return name
+    return next((name for name, _ in found if by_name(name) is not None), found[0][0] if found else None)
 
 
 def by_name(name: str) -> bool | None:

@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import pytest
 from lightning.pytorch.callbacks import EarlyStopping, LearningRateMonitor, ModelCheckpoint
 
-from lightning_lowrank.metric_direction import Monitor, by_name, direction, monitors_of
+from lightning_lowrank.metric_direction import Monitor, by_name, direction, judged_by, monitors_of
 
 HIGHER = (
     "val_acc acc Accuracy val/acc_epoch valAcc val_top5_acc test-accuracy val_f1 val_auroc val_mAP50 val_mIoU"
@@ -34,6 +34,25 @@ def test_what_is_said_counts_in_order():
     found, why = direction("val_acc", monitors=[Monitor("EarlyStopping", "val_acc", "min")])
     assert found is None
     assert why == "lower is better by EarlyStopping(mode='min') and higher is better by its name"
+
+
+@pytest.mark.parametrize(
+    ("logged", "name"),
+    [
+        ("val_loss val_acc valid_acc", "val_acc"),
+        ("valid_loss valid_accuracy", "valid_accuracy"),
+        ("validation/acc validation/loss", "validation/acc"),
+        ("valid_loss valid_score train_acc", "valid_loss"),
+        ("valid_score valid_f1", "valid_f1"),
+        ("valid_score train_acc", "valid_score"),
+        ("val_acc/dataloader_idx_1 val_acc/dataloader_idx_0", "val_acc/dataloader_idx_0"),
+        ("validity_acc personal/val_acc train_loss", None),
+    ],
+)
+def test_a_run_is_judged_by_its_validation(logged, name):
+    assert judged_by(logged.split(), None, []) == name
+    assert judged_by([*logged.split(), "watched"], None, [Monitor("ModelCheckpoint", "watched", "min")]) == "watched"
+    assert judged_by(logged.split(), "other", []) is None
 
 
 def test_monitors_of_a_trainer():

@@ -44,8 +44,8 @@ class RoundProgress(Callback):
             Between the two bars tqdm leaves a line for validation. In text they are never shown.
         monitor: Name of the logged metric whose best value is shown. By default what a callback such as
             ``ModelCheckpoint`` or a scheduler monitors, else the first of ``val_acc``, ``val_accuracy``, ``test_acc``
-            and ``val_loss`` that is logged. Whether higher is better, its name says or what monitors it. Where neither
-            does, the last value is shown.
+            and ``val_loss`` that is logged (or with ``valid`` or ``validation``), else another metric of validation.
+            Whether higher is better, its name says or what monitors it. Where neither does, the last value is shown.
         form: ``"bar"``, ``"lines"``, ``"none"`` for nothing, or ``"auto"``: a bar where one can be drawn, else lines.
             A progress bar that is neither of Rich nor of tqdm stays, and this one is lines beside it.
 

@@ -35,7 +35,7 @@ from lightning_lowrank.cli.runs import (
     short_names,
 )
 from lightning_lowrank.configuration import check_integer, misconfigured
-from lightning_lowrank.metric_direction import USUAL, direction
+from lightning_lowrank.metric_direction import USUAL, direction, usual
 from lightning_lowrank.plots import draw
 from lightning_lowrank.units import bytes_text, fixed, percent
 
@@ -95,8 +95,9 @@ def report(
         paths: Run folders, or folders that hold some. Runs that did not log ``metric``, or only evaluated, as a
             ``test`` run, are left out with a message.
         metric: Name of the logged metric to compare; by default the first of ``val_acc``, ``val_accuracy``,
-            ``test_acc``, ``val_loss`` that a run has. Whether it is better when lower, its name says and what monitors
-            it in the runs' configurations; if neither does, no best value is shown, and a line says why.
+            ``test_acc``, ``val_loss`` that a run has, or another metric of validation. Whether it is better when lower,
+            its name says and what monitors it in the runs' configurations; if neither does, no best value is shown, and
+            a line says why.
         output: Folder for ``report.html``, a page that holds everything and needs no other file; ``report.md``,
             ``report.csv`` (all digits) and ``report.tex``; and the pictures. Created if it does not exist. Files of an
             earlier report there are replaced or removed, and no others.
@@ -125,7 +126,7 @@ def report(
         check_integer("rounds", rounds)
         found = [run.first(rounds) for run in found]
     known = sorted({name for run in found for name in (*run.figures, *run.evaluated)})
-    metric = metric or next((name for name in USUAL if name in known), None)
+    metric = metric or usual(known)
     if metric is None or metric not in known:
         why = [f"{run.folder}/metrics.csv cannot be read: {run.problem}" for run in found if run.problem]
         raise misconfigured(

@@ -844,7 +844,7 @@ def test_a_constant_weight_gives_no_scale():
     [
         (nn.Conv2d(3, 4, 3), "Conv2d is not exactly nn.Linear"),
         (nn.Bilinear(3, 4, 5), "Bilinear is not exactly"),
-        (nn.utils.parametrizations.weight_norm(nn.Linear(4, 4)), "ParametrizedLinear"),
+        (nn.utils.parametrizations.weight_norm(nn.Linear(4, 4)), "parametrize"),
         (nn.Linear(4, 4, dtype=torch.complex64), "complex64"),
     ],
 )
