@@ -30,6 +30,7 @@ from weakref import finalize, ref
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.fx import Proxy
 from torch.nn.utils.parametrize import is_parametrized
 
 from lightning_lowrank.arguments import listed
@@ -483,6 +484,39 @@ class LowRankLayer(nn.Module):
         """
         return value
 
+    def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
+        """Register a parameter, unless it is to take the weight's place, as that of `torch.nn.utils.prune`.
+
+        Raises:
+            RuntimeError: If the name is ``weight``, or begins with ``weight_``.
+        """
+        if name == "weight" or name.startswith("weight_"):
+            raise RuntimeError(
+                f"{type(self).__name__} takes no parameter {name!r}, such as torch.nn.utils.prune makes: its weight is"
+                " composed from factors. Call lightning_lowrank.recover(model) first, or leave the layer out by"
+                " exclude."
+            )
+        super().register_parameter(name, param)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name == "qconfig":
+            raise RuntimeError(
+                f"torch.ao.quantization would leave a {type(self).__name__} as it is, which is composed from factors:"
+                " call lightning_lowrank.recover(model) first, and quantize what it returns."
+            )
+        super().__setattr__(name, value)
+
+    def __prepare_scriptable__(self) -> nn.Module:
+        """Refuse `torch.jit.script`.
+
+        Raises:
+            RuntimeError: Always.
+        """
+        raise RuntimeError(
+            f"torch.jit.script compiles no {type(self).__name__}: use torch.jit.trace or torch.export, or call"
+            " lightning_lowrank.recover(model) first."
+        )
+
     def reset_parameters(self) -> None:
         """Refuse torch's hook for global re-initialisation, which would change nothing here.
 
@@ -595,6 +629,11 @@ class LowRankLayer(nn.Module):
             each = self.factorization.multiply_adds(self.weight_shape, self.rank) if self._can_contract() else None
             sets = 2 if self.decouple else 1
             return each is not None and sets * each < math.prod(self.weight_shape)
+        if isinstance(input, Proxy):
+            raise RuntimeError(
+                f"torch.fx.symbolic_trace cannot trace a {type(self).__name__}: use torch.export.export, or call"
+                " lightning_lowrank.recover(model) first."
+            )
         if any(isinstance(size, torch.SymInt) for size in input.shape):
             # Tracing for many sizes notes for which of them the answer holds.
             return bool(self._takes_less_contracted(input, *geometry))

@@ -1,11 +1,24 @@
 """Low-rank layers outside of Python: exported, in ONNX, and compiled, for batches of every size."""
 
+import copy
+
 import pytest
 import torch
 from torch import nn
+from torch.nn.utils import prune
 
-from lightning_lowrank.layers import CP, BlockKronecker, Hadamard, LowRankLayer, MatrixProduct, low_rank_class
+from lightning_lowrank.layers import (
+    CP,
+    BlockKronecker,
+    Hadamard,
+    LowRankLayer,
+    MatrixProduct,
+    convert,
+    low_rank_class,
+    recover,
+)
 from tests.grids import nightly_except
+from tests.helpers import draw
 
 DENSE = {
     "linear": (lambda: nn.Linear(24, 16), lambda size: torch.randn(size, 24)),
@@ -89,3 +102,41 @@ def test_a_hadamard_layer_is_exported_dense(compute):
     program = torch.export.export(layer, (inputs[2],), dynamic_shapes=({0: torch.export.Dim("batch")},)).module()
     for each in inputs:
         torch.testing.assert_close(program(each), layer(each), rtol=1e-5, atol=1e-5)
+
+
+def converted():
+    model = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 4))
+    convert(model, MatrixProduct(), rank=2)
+    return model.eval()
+
+
+OTHER_FORMS = {
+    "quantize_dynamic": lambda model: torch.ao.quantization.quantize_dynamic(model, {nn.Linear}),
+    "prune": lambda model: prune.l1_unstructured(model[0], "weight", 0.5),
+    "prune of all": lambda model: prune.global_unstructured([(model[0], "weight")], prune.L1Unstructured, amount=0.5),
+    "jit.script": torch.jit.script,
+    "fx": torch.fx.symbolic_trace,
+}
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("form", OTHER_FORMS)
+def test_what_would_pass_over_the_factors_is_refused_and_works_once_recovered(form):
+    """A quantized model was the same as before, without a word."""
+    model = converted()
+    inputs = draw(3, 8)
+    before = model(inputs)
+    with pytest.raises(RuntimeError, match=r"LowRankLinear.*recover\(model\)"):
+        OTHER_FORMS[form](model)
+    assert torch.equal(model(inputs), before)
+    OTHER_FORMS[form](recover(model))
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_a_pickled_copied_or_traced_model_is_equal(tmp_path):
+    model = converted()
+    torch.save(model, tmp_path / "model.pt")
+    inputs = draw(3, 8)
+    assert torch.equal(torch.load(tmp_path / "model.pt", weights_only=False)(inputs), model(inputs))
+    assert torch.equal(copy.deepcopy(model)(inputs), model(inputs))
+    assert torch.equal(torch.jit.trace(model, inputs)(inputs), model(inputs))
