@@ -25,8 +25,9 @@ from lightning_lowrank.federated.data.tensor_rows import Source, source_of
 from lightning_lowrank.federated.randomness import OwnGenerators, seed_process
 from lightning_lowrank.internals.torch import read_by
 
-# Steps whose indices and draws are sent to a device at once.
+# Steps whose indices and draws are sent to a device at once, and looked up at once in main memory.
 _STEPS_SENT = 1024
+_STEPS_AT_ONCE = 32
 _CPU = torch.device("cpu")
 
 
@@ -108,11 +109,11 @@ class SeededBatches(Dataset):
             return next(self._gathered(self.source, [request]))
         return self._stacked(request) if isinstance(request, Requests) else self._read(request)
 
-    def on_device(self, data: DeviceData, requests: Iterable[Request | Requests]) -> Iterator[Any]:
-        """Batches gathered on the device; the indices and draws of many steps are sent at once."""
+    def gathered(self, requests: Iterable[Request | Requests], data: DeviceData | None = None) -> Iterator[Any]:
+        """Batches gathered on the device, or in main memory, with the indices and draws of many steps at once."""
         assert self.source is not None
         following = iter(requests)
-        while steps := list(islice(following, _STEPS_SENT)):
+        while steps := list(islice(following, _STEPS_AT_ONCE if data is None else _STEPS_SENT)):
             yield from self._gathered(self.source, steps, data)
 
     def _gathered(
@@ -236,8 +237,13 @@ class BatchReader:
         if data is not None and self._on_device is None:
             self._on_device = data.keeps(source, self.batches.dataset if self._training else None)
         if data is not None and source is not None and self._on_device:
-            return self.batches.on_device(data, self._requests())
-        found = map(self.batches.__getitems__, self._requests()) if self._loader is None else iter(self._loader)
+            return self.batches.gathered(self._requests(), data)
+        if self._loader is not None:
+            found: Iterator[Any] = iter(self._loader)
+        elif source is not None:
+            found = self.batches.gathered(self._requests())
+        else:
+            found = map(self.batches.__getitems__, self._requests())
         return found if data is None else data.pinned(found)
 
 
@@ -266,7 +272,7 @@ def read_on_device(loader: DataLoader, data: DeviceData) -> Callable[[], None] |
         batches = SeededBatches(loader.dataset, loader.collate_fn)
         if batches.source is None or batches.draws or not data.keeps(batches.source):
             return None
-        return lambda indices: next(batches.on_device(data, [Request(np.asarray(indices), 0)]))
+        return lambda indices: next(batches.gathered([Request(np.asarray(indices), 0)], data))
 
     if not data.wanted or loader.batch_sampler is None:
         return None

@@ -186,13 +186,13 @@ def test_fits_are_equal_bit_for_bit(tmp_path, execution, monkeypatch):
         return weights(module), {**found, **train.callback_metrics}
 
     (values, logged), made = run(False), []
-    on_device = SeededBatches.on_device
+    gathered = SeededBatches.gathered
 
-    def counting(self: SeededBatches, data: DeviceData, requests: Any) -> Any:
-        made.append(self.dataset)
-        return on_device(self, data, requests)
+    def counting(self: SeededBatches, requests: Any, data: DeviceData | None = None) -> Any:
+        made.extend([] if data is None else [self.dataset])
+        return gathered(self, requests, data)
 
-    monkeypatch.setattr(SeededBatches, "on_device", counting)
+    monkeypatch.setattr(SeededBatches, "gathered", counting)
     other, also = run(True)
     assert_same(other, values)
     assert_same(also, logged)
@@ -241,7 +241,7 @@ AS_THE_LOADER = {
 @pytest.mark.parametrize("kind", AS_THE_LOADER)
 def test_other_loaders_of_validation_read_as_before(kind, monkeypatch):
     wanted, make = AS_THE_LOADER[kind]
-    monkeypatch.setattr(SeededBatches, "on_device", lambda *given: pytest.fail("read on the device"))
+    monkeypatch.setattr(SeededBatches, "gathered", lambda *given: pytest.fail("read on the device"))
     loader = make()
     read_on_device(loader, DeviceData(NoFit(), wanted))
     assert len(list(loader)) == len(loader)
