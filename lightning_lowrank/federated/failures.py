@@ -43,6 +43,11 @@ def is_of_memory(error: BaseException) -> bool:
     return isinstance(error, MemoryError) or any(sign in str(error) for sign in _OF_MEMORY)
 
 
+def is_of_lone_sample(error: BaseException) -> bool:
+    """Return whether an error is BatchNorm's, for a batch of one sample in training."""
+    return isinstance(error, ValueError) and "more than 1 value per channel" in str(error)
+
+
 @contextmanager
 def turn_of(*clients: int) -> Iterator[None]:
     """Raise a `ClientsFailed` for an error of what is the clients' own."""

@@ -23,6 +23,7 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 from lightning_lowrank.aggregation.adapters import keep_base_changes
+from lightning_lowrank.arguments import listed
 from lightning_lowrank.buffers import aliases, under_all_names
 from lightning_lowrank.federated.algorithm import inherits
 from lightning_lowrank.federated.checks import (
@@ -429,7 +430,7 @@ class FederatedLoop(FederatedSettings, Callback):
             traffic = self.ledger.figures()
             plural = "" if trainer.current_epoch == 1 else "s"
             get_console().print(
-                f"after {trainer.current_epoch} round{plural}: {', '.join([*validated, ''])}"
+                f"after {trainer.current_epoch} round{plural}: {listed(validated)}{', ' if validated else ''}"
                 f"{bytes_text(traffic['comm/total_up_bytes'], '.2f')} up,"
                 f" {bytes_text(traffic['comm/total_down_bytes'], '.2f')} down,"
                 f" {percent(traffic['comm/ratio'])} of dense FedAvg",

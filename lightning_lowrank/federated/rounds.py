@@ -21,11 +21,13 @@ from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor
 
 from lightning_lowrank.aggregation.aggregator import home_of
+from lightning_lowrank.arguments import listed
 from lightning_lowrank.federated.algorithm import inherits
 from lightning_lowrank.federated.client_evaluation import FurtherModels
 from lightning_lowrank.federated.client_optimizers import ClientOptimizers
 from lightning_lowrank.federated.client_states import ClientStates
 from lightning_lowrank.federated.coordinator import Coordinator
+from lightning_lowrank.federated.data.loader_checks import leaves_one
 from lightning_lowrank.federated.data.planner import Chunk
 from lightning_lowrank.federated.data.rounds import RoundData
 from lightning_lowrank.federated.execution.auto import choose_execution
@@ -35,7 +37,7 @@ from lightning_lowrank.federated.execution.processes import (
     SharedCoordinator,
     check_processes,
 )
-from lightning_lowrank.federated.failures import ClientsFailed, described, is_of_a_client, named
+from lightning_lowrank.federated.failures import ClientsFailed, described, is_of_a_client, is_of_lone_sample, named
 from lightning_lowrank.federated.leaks import Isolation, OfTheRun
 from lightning_lowrank.federated.ledger import Ledger, dense_bytes
 from lightning_lowrank.federated.local import LocalTraining
@@ -132,6 +134,7 @@ class Rounds(OfTheRun):
         self.execution.logbook = self._local.logbook
         self._uncounted: dict[str, Any] = {}
         self._failed_alike: dict[str, list[int]] = {}
+        self._lone_named = False
         if processes is not None:
             check_processes(processes, trainer, self._algorithm, settings.experiment_seed, data)
 
@@ -310,12 +313,29 @@ class Rounds(OfTheRun):
         reason = described(error)
         if reason in self._failed_alike:
             self._failed_alike[reason] += clients
-        else:
+        elif not (is_of_lone_sample(error) and self._said_lone(clients)):
             together = "" if len(clients) == 1 else ", which step together"
             self._warn_of(clients, f"{together}: {reason}")
             self._failed_alike[reason] = []
         for client in clients:
             self.coordinator.drop(client, before[client], error)
+
+    def _said_lone(self, clients: Sequence[int]) -> bool:
+        """Say once in a fit whose last batch has one sample; return whether these clients are among them."""
+        loader, samples = self._data.training_loader, self._data.planner.samples
+        assert loader is not None
+        lone = [client for client in range(len(samples)) if leaves_one(int(samples[client]), loader)]
+        if not self._lone_named and not {*clients}.isdisjoint(lone):
+            self._lone_named = True
+            of = f"{len(lone)} of {len(samples)} clients" if len(lone) > 1 else "a client"
+            warnings.warn(
+                f"rounds go on without {of}, whose last batch has one sample: {listed([*map(str, lone)])}. BatchNorm"
+                f" needs two in training. Set drop_last=True in the training loader, or another batch_size than"
+                f" {loader.batch_size}.",
+                stacklevel=2,
+            )
+        # Those that step together with one of them fail too.
+        return {*clients} <= {*lone}
 
     def _warn_of(self, clients: Sequence[int], reason: str) -> None:
         warnings.warn(f"round {self._progress.round} goes on without {named(clients)}{reason}", stacklevel=2)

@@ -8,6 +8,7 @@ import lightning.pytorch as pl
 import pytest
 import torch
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from torch import nn
 from torch.utils.data import Dataset, TensorDataset
 
 from lightning_lowrank import SCAFFOLD, FedAvg, FederatedLoop, FromIndices, Half, Objective, TopK
@@ -17,7 +18,7 @@ from lightning_lowrank.federated.algorithm import inherits
 from lightning_lowrank.federated.client_states import flatten_state
 from tests.algorithms.methods import LOW_RANK, METHODS, each_method
 from tests.grids import daily, nightly_except
-from tests.helpers import Data, Module, SaveEachStep, assert_same, blobs, lightnings_own, trainer, weights
+from tests.helpers import Data, Module, SaveEachStep, assert_same, blobs, lightnings_own, network, trainer, weights
 
 PARTS = [list(range(5)), list(range(5, 30)), list(range(30, 52)), list(range(52, 75))]
 BAD, ROUND = 2, 1
@@ -557,3 +558,29 @@ def test_a_chunk_that_lost_a_client_is_resumed_as_it_was_planned(tmp_path):
             (one, values), (two, others) = (flatten_state(each.coordinator.states[client]) for each in (loop, resumed))
             assert one == two
             assert all(map(torch.equal, values, others))
+
+
+@pytest.mark.parametrize("execution", ["sequential", "auto"])
+def test_clients_whose_last_batch_has_one_sample_before_batch_norm_are_named_once(tmp_path, execution):
+    parts = FromIndices([list(range(9)), list(range(9, 25)), list(range(25, 26)), list(range(26, 74))])
+    loop = FederatedLoop(FedAvg(), partition=parts, seed=0, summary=False, execution=execution)
+    fitted = trainer(tmp_path, loop, limit_val_batches=0, max_epochs=3)
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        fitted.fit(Module(network(norm=nn.BatchNorm1d)), Data())
+    said = [str(each.message) for each in told if " without " in str(each.message)]
+    assert len(said) == 1
+    assert "2 of 4 clients, whose last batch has one sample: 0, 2." in said[0]
+    assert "drop_last=True" in said[0]
+    assert fitted.callback_metrics["federated/failed"] == 2
+
+
+def test_batch_norm_of_a_batch_that_the_module_cuts_is_reported_as_any_error(tmp_path):
+    class Cutting(Module):
+        def loss(self, batch):
+            return super().loss((batch[0][:1], batch[1][:1]))
+
+    with pytest.raises(MisconfigurationException, match="all of them failed alike: ValueError: Expected more than 1"):
+        run(
+            tmp_path, Cutting(network(norm=nn.BatchNorm1d)), partition=FromIndices([list(range(8)), list(range(8, 16))])
+        )

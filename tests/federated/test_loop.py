@@ -494,6 +494,20 @@ def test_says_what_the_rounds_came_to(tmp_path, capsys):
     assert last.endswith(f"{moved} up, {moved} down, 100.00% of dense FedAvg")
 
 
+def test_what_the_rounds_came_to_names_few_of_many_figures(tmp_path, capsys):
+    class Validated(Module):
+        def validation_step(self, batch, batch_idx, dataloader_idx=0):
+            self.log("val_loss", self.loss(batch))
+
+    loaders = [DataLoader(blobs(8), batch_size=8) for _ in range(30)]
+    run = trainer(tmp_path, loop(summary=True), max_epochs=1)
+    fit(run, Validated(), DataLoader(blobs(), batch_size=8), loaders)
+    printed = " ".join(capsys.readouterr().out.split()).split("after 1 round: ")[1]
+    assert printed.count("val_loss") == 5
+    assert " and 25 more, " in printed
+    assert printed.endswith("100.00% of dense FedAvg")
+
+
 def test_frozen_parameters_stay_and_are_not_sent(tmp_path):
     module = Module()
     module.net[0].requires_grad_(False)

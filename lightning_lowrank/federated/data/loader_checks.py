@@ -154,3 +154,15 @@ def batches_of(samples: np.ndarray, loader: DataLoader) -> np.ndarray:
     """Return how many batches one pass over these numbers of samples gives."""
     size = cast(int, loader.batch_size)
     return samples // size if loader.drop_last else -(-samples // size)
+
+
+def leaves_one(samples: int, loader: DataLoader) -> bool:
+    """Whether the last batch of one pass over so many samples has one.
+
+    Example:
+        >>> loader = DataLoader(range(100), batch_size=8)
+        >>> [leaves_one(samples, loader) for samples in (0, 1, 8, 17)]
+        [False, True, False, True]
+    """
+    size = cast(int, loader.batch_size)
+    return samples > 0 and (size == 1 or (samples % size == 1 and not loader.drop_last))
