@@ -144,13 +144,6 @@ def as_code(name: str) -> str:
     return functools.reduce(lambda text, table: text.replace(table, ""), _TABLES, name)
 
 
-def same_entries(before: Collection[Any], now: Collection[Any]) -> bool:
-    """Whether containers have the same objects as entries in the same order, or equal numbers and texts."""
-    return len(before) == len(now) and all(
-        one is two or (isinstance(one, _PLAIN) and one == two) for one, two in zip(before, now, strict=True)
-    )
-
-
 # The comparison of tensors
 
 
@@ -393,7 +386,9 @@ def _names_of_lightning() -> frozenset[str]:
 
 def _differs(before: Any, now: Any, is_written: bool) -> bool:
     if isinstance(before, list):
-        return not same_entries(before, now)
+        pairs = zip(before, now, strict=False)
+        same = (one is two or (isinstance(one, _PLAIN) and one == two) for one, two in pairs)
+        return len(before) != len(now) or not all(same)
     if not isinstance(before, Tensor):
         return type(before) is not type(now) or before != now
     if now is before:

@@ -26,7 +26,6 @@ from lightning_lowrank.federated.leaks import (
     frozen_parameters,
     reachable,
     refuse_frozen,
-    same_entries,
 )
 from lightning_lowrank.internals.lightning import batch_transfer
 from lightning_lowrank.internals.replaced import replaced
@@ -97,8 +96,9 @@ def _restore_of_tensor(tensor: Tensor, copied: bool) -> Callable[[], None]:
 
 
 def _restore_container(container: Any, before: Any) -> None:
-    tables = [[*each, *each.values()] if isinstance(each, dict) else each for each in (before, container)]
-    if not same_entries(*tables):
+    one, two = ([*each, *each.values()] if isinstance(each, dict) else each for each in (before, container))
+    # An equal number may be of another class.
+    if len(one) != len(two) or any(old is not new for old, new in zip(one, two, strict=True)):
         container.clear()
         (container.extend if isinstance(container, (list, deque)) else container.update)(before)
 

@@ -1,0 +1,17 @@
+"""Snapshots of a module and its optimizers."""
+
+from types import SimpleNamespace
+
+from lightning_lowrank.federated.execution.snapshot import Snapshot
+from tests.helpers import Module
+
+
+def test_an_equal_number_of_another_class_is_put_back():
+    module = Module()
+    module.flags, module.table, module.inner = [1, 0.0], {"one": 1}, SimpleNamespace(rate=1)
+    snapshot = Snapshot(module)
+    module.flags[:] = [True, -0.0]
+    module.table["one"] = 1.0
+    module.inner.rate = 1.0
+    snapshot.restore()
+    assert repr((module.flags, module.table, module.inner.rate)) == repr(([1, 0.0], {"one": 1}, 1))
