@@ -132,6 +132,11 @@ class Coordinator:
         self._add(clock, 0)
 
     @property
+    def server_stages(self) -> Sequence[RoundStage]:
+        """The stages whose hooks of the server run in this process."""
+        return self.stages
+
+    @property
     def _sees_messages(self) -> bool:
         """Whether a stage reads or changes messages, so that none may be left out."""
         return any(map(sees_messages, self.stages))
@@ -200,7 +205,7 @@ class Coordinator:
             first = self.any_client
             self._broadcast_to_all = self._down(self.message(first), first)
             self.wire.hold(server.base, self._broadcast_to_all.received)
-        for stage in self.stages:
+        for stage in self.server_stages:
             stage.begin_round(server)
         for client in plan.failed:
             info = self.info(client)
@@ -210,11 +215,11 @@ class Coordinator:
             self.ledger.add_idle(idle * self.broadcast(self.any_client).nbytes)
 
     def _tell_down(self, client: ClientInfo, nbytes: int) -> None:
-        for stage in self.stages:
+        for stage in self.server_stages:
             stage.down(client, nbytes)
 
     def _tell_absent(self, client: int) -> None:
-        for stage in self.stages:
+        for stage in self.server_stages:
             stage.absent(client)
 
     @property
@@ -353,7 +358,7 @@ class Coordinator:
     def counted(self) -> dict[str, Any]:
         """Return what `state_dict` has of what `send` counts and keeps."""
         return {
-            "stages": {stage.state_key: stage.state_dict() for stage in self.stages},
+            "stages": {stage.state_key: stage.state_dict() for stage in self.server_stages},
             "received": dict(self._received),
             "failed": dict(self.failed),
         }
@@ -392,7 +397,7 @@ class Coordinator:
     def refused(self, client: ClientContext, nbytes: int) -> Exception | None:
         """The reason not to receive a message of so many bytes, such as its lateness; ``None`` if there is none."""
         info = self.info(client.id)
-        for stage in self.stages:
+        for stage in self.server_stages:
             error = stage.answered(info, client.steps, nbytes)
             if error is not None:
                 return error
@@ -446,7 +451,7 @@ class Coordinator:
         server, answered = self.server, list(self.answered)
         model, state, base, aggregator = dict(server.model), server.state, server.base.state, server.aggregator
         kept, kept_base = copied_state(state), copied_state(base)
-        undo_stages = [stage.checkpoint() for stage in self.stages]
+        undo_stages = [stage.checkpoint() for stage in self.server_stages]
 
         def undo() -> None:
             server.model, server.aggregator, self.answered = model, aggregator, answered
@@ -473,7 +478,7 @@ class Coordinator:
     def _pass_on(self, arrival: Arrival, first: int = 0) -> None:
         """Hand an arrival to the stages from place ``first`` on, and then to the method."""
         found: Arrival | None = arrival
-        for stage in self.stages[first:]:
+        for stage in self.server_stages[first:]:
             found = stage.arrived(arrival)
             if found is None:
                 return
@@ -482,7 +487,7 @@ class Coordinator:
 
     def _release(self) -> None:
         """Hand on the arrivals that stages have held back."""
-        for place, stage in enumerate(self.stages, start=1):
+        for place, stage in enumerate(self.server_stages, start=1):
             for arrival in stage.release():
                 self._pass_on(arrival, place)
 
@@ -550,7 +555,7 @@ class Coordinator:
         """
         self.check_answers(len(self.answered))
         self.check_cohort(len(self.answered))
-        for stage in self.stages:
+        for stage in self.server_stages:
             stage.end_round()
         server = self.server
         if isinstance(server.aggregator, RobustRule):
@@ -584,7 +589,7 @@ class Coordinator:
 
     def figures(self) -> dict[str, float]:
         """What the stages log of the round."""
-        return {name: value for stage in self.stages for name, value in stage.figures().items()}
+        return {name: value for stage in self.server_stages for name, value in stage.figures().items()}
 
     def show_global(self, live: Mapping[str, Tensor]) -> None:
         """Put the global model into the module's live values."""
@@ -639,7 +644,7 @@ class Coordinator:
         server.base.initial_buffers = to_device(state["initial_buffers"])
         server.base.state = to_device(state["base"])
         self._received = to_device(state["received"])
-        for stage in self.stages:
+        for stage in self.server_stages:
             # An older checkpoint, or a changed list of stages, has none of it.
             if stage.state_key in state["stages"]:
                 stage.load_state_dict(to_device(state["stages"][stage.state_key]))

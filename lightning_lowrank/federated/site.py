@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from lightning.fabric.utilities import move_data_to_device
@@ -14,6 +14,7 @@ from lightning_lowrank.compression import Packet
 from lightning_lowrank.federated.coordinator import Coordinator
 from lightning_lowrank.federated.data.planner import RoundPlan
 from lightning_lowrank.federated.messages import Message
+from lightning_lowrank.federated.stages import RoundStage
 from lightning_lowrank.federated.state import ClientContext, ClientInfo
 
 SEED_IS_KNOWN = (
@@ -52,6 +53,14 @@ class SiteCoordinator(Coordinator, ABC):
             if not privacy.secure:
                 raise MisconfigurationException(f"{privacy!r} {SEED_IS_KNOWN}")
             super().protect(sampled, population, rounds)
+
+    @property
+    def server_stages(self) -> Sequence[RoundStage]:
+        """The empty ledger and the client's own privacy. The server hooks of other stages run on the server."""
+        return [stage for stage in (self.private, self.ledger) if stage is not None]
+
+    def refused(self, client: ClientContext, nbytes: int) -> None:
+        """Leave it to the server."""
 
     def begin_round(self, plan: RoundPlan, live: Mapping[str, Tensor], idle: int) -> None:
         """Apply what has been broadcast since the client's last round."""

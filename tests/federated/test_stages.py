@@ -12,7 +12,7 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
 from lightning_lowrank import ClientPrivacy, FedAvg, FederatedLoop, FromIndices, Half, SignFlip, SystemModel
 from lightning_lowrank.federated import Arrival, ClientInfo, Ledger, Message, RoundStage
-from lightning_lowrank.testing import check_stage
+from lightning_lowrank.testing import check_algorithm, check_stage
 from tests.federated.test_failures import PARTS, Figures, run
 from tests.helpers import Data, Module, assert_same, fit, trainer, weights
 
@@ -247,3 +247,25 @@ def test_a_stage_can_be_copied():
     assert loop.stages[0].figures() == {"two": 2.0}
     assert "Figure(name='two', value=2.0)" in repr(loop)
     assert Figures
+
+
+class OfTheServer(RoundStage):
+    """Has what it counts from a round's start on the server to the end of that round, and halves clients' changes."""
+
+    def begin_round(self, server):
+        self.answers = 0
+
+    def answered(self, client, steps, nbytes):
+        self.answers += 1
+
+    def figures(self):
+        return {"answers": vars(self).pop("answers")}
+
+    def state_dict(self):
+        return {"answers": self.answers}
+
+    began, up = Clips.began, Clips.up
+
+
+def test_at_a_site_a_stage_has_the_clients_end_alone():
+    check_algorithm(FedAvg, settings={"stages": [OfTheServer()]}, parts=["sites"])
