@@ -8,7 +8,7 @@ that exchanges what arrives; a real site has one that stands for the wire.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -34,7 +34,7 @@ from lightning_lowrank.federated.ledger import Ledger, dense_bytes
 from lightning_lowrank.federated.messages import Message
 from lightning_lowrank.federated.privacy.mean import PrivateMean, private_mean
 from lightning_lowrank.federated.settings import FederatedSettings
-from lightning_lowrank.federated.stages import Arrival, RoundStage, sees_messages
+from lightning_lowrank.federated.stages import Arrival, RoundStage, counts_transfers, sees_messages
 from lightning_lowrank.federated.state import (
     ClientContext,
     ClientInfo,
@@ -355,10 +355,10 @@ class Coordinator:
                 self._copies[name] = value, version_of(value), value.detach().clone()
         return {name: self._copies[name][2] for name in received}
 
-    def counted(self) -> dict[str, Any]:
-        """Return what `state_dict` has of what `send` counts and keeps."""
+    def state_of_transfers(self) -> dict[str, Any]:
+        """The part of `state_dict` that changes as clients are sent their broadcasts, or are dropped."""
         return {
-            "stages": {stage.state_key: stage.state_dict() for stage in self.server_stages},
+            "stages": _states(stage for stage in self.server_stages if counts_transfers(stage)),
             "received": dict(self._received),
             "failed": dict(self.failed),
         }
@@ -574,18 +574,20 @@ class Coordinator:
                 f" of all {len(self.answered)} answers are: they come from {type(self.algorithm).__name__}. If they"
                 " overflow there, lower the learning rates or clip gradients."
             )
-        server.aggregator = server.aggregator.fresh()
-        self._broadcast_to_all = None
-        self._copies, self._sent = {}, {}
-        # Its traceback holds on to the step that failed.
-        self._first_error = None
+        self._forget_round()
 
     def pass_over(self) -> None:
         """End the round without an answer: what it was to begin with stays."""
         self.server.announcement, self.server.encoded = {}, b""
+        self._forget_round()
+
+    def _forget_round(self) -> None:
+        """Let go of the arrivals and packets of a round that is over."""
         self.server.aggregator = self.server.aggregator.fresh()
+        self._broadcast_to_all = None
         self._copies, self._sent = {}, {}
-        self._broadcast_to_all = self._first_error = None
+        # Its traceback holds on to the step that failed.
+        self._first_error = None
 
     def figures(self) -> dict[str, float]:
         """What the stages log of the round."""
@@ -615,7 +617,8 @@ class Coordinator:
             "aggregator": server.aggregator.state_dict(),
             "initial_buffers": server.base.initial_buffers,
             "base": server.base.state,
-            **self.counted(),
+            **self.state_of_transfers(),
+            "stages": _states(self.server_stages),
             "clients": states,
             # Of others, a client's own tensors make its model. Some clients' tensors the server alone keeps.
             "unlike": [
@@ -651,6 +654,10 @@ class Coordinator:
         self.failed, self.answered = dict(state["failed"]), list(state["answered"])
         for _, kept in self.states.items():
             kept.update(to_device(kept))
+
+
+def _states(stages: Iterable[RoundStage]) -> dict[str, Any]:
+    return {stage.state_key: stage.state_dict() for stage in stages}
 
 
 def first_transfers(

@@ -132,7 +132,7 @@ class Rounds(OfTheRun):
         self.execution.optimizers = self._optimizers
         self._local = LocalTraining(trainer, turns, self.execution, data)
         self.execution.logbook = self._local.logbook
-        self._uncounted: dict[str, Any] = {}
+        self._before_client: dict[str, Any] = {}
         self._failed_alike: dict[str, list[int]] = {}
         self._lone_named = False
         if processes is not None:
@@ -274,7 +274,7 @@ class Rounds(OfTheRun):
         self._optimizers.wind_back()
         for client in chunk.clients:
             self._optimizers.forget(self.coordinator.states[client], plan.round)
-        self._uncounted = self.coordinator.counted()
+        self._before_client = self.coordinator.state_of_transfers()
         self._opened = chunk
         failed = self.execution.open(chunk)
         if failed:
@@ -412,7 +412,13 @@ class Rounds(OfTheRun):
         if progress.chunk_open:
             # The clients begin again in a run that is resumed, those too that failed to begin.
             plan = plan and plan.with_chunk(progress.chunk, self._opened)
-            server = {**server, **self._uncounted, "clients": {**server["clients"], **execution.before}}
+            before = self._before_client
+            server = {
+                **server,
+                **before,
+                "stages": {**server["stages"], **before["stages"]},
+                "clients": {**server["clients"], **execution.before},
+            }
             saved["chunk_open"] = False
         return {
             "algorithm": type(self._algorithm).__name__,

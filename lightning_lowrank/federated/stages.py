@@ -181,4 +181,13 @@ class RoundStage(Configured):
 
 def sees_messages(stage: RoundStage) -> bool:
     """Whether a stage reads or changes messages, and not their sizes alone."""
-    return any(getattr(type(stage), hook) is not getattr(RoundStage, hook) for hook in ("began", "up", "arrived"))
+    return _overrides(stage, "began", "up", "arrived")
+
+
+def counts_transfers(stage: RoundStage) -> bool:
+    """Whether a stage's state changes as a client is sent its broadcast, or is dropped."""
+    return _overrides(stage, "down", "absent")
+
+
+def _overrides(stage: RoundStage, *hooks: str) -> bool:
+    return any(getattr(type(stage), hook) is not getattr(RoundStage, hook) for hook in hooks)
