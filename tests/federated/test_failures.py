@@ -510,6 +510,19 @@ def test_weights_that_are_all_zero_are_refused():
         mean.result()
 
 
+def assert_same_round(resumed, whole):
+    """Compare what `run` returns of a run that is resumed inside the round of the failure with the whole run."""
+    (again, loop_again, more, _), (module, loop, figures, _) = resumed, whole
+    assert_same(weights(module), weights(again))
+    assert loop.ledger.state_dict() == loop_again.ledger.state_dict()
+    for name in ("federated/failed", "federated/clients", "federated/client_steps"):
+        assert more[0][name] == figures[ROUND][name]
+    for client in range(len(PARTS)):
+        (one, values), (two, others) = (flatten_state(each.coordinator.states[client]) for each in (loop, loop_again))
+        assert one == two
+        assert all(map(torch.equal, values, others))
+
+
 @nightly_except("steps0-end")
 @pytest.mark.slow
 @daily("steps0-step")
@@ -524,40 +537,26 @@ def test_a_run_that_is_resumed_has_the_same_failures(tmp_path, steps, failing):
         more = {"uplink": [TopK(0.3, error_feedback=True)], "optimizer_state": "keep"}
         return {**method, **more, **({"fit": {"ckpt_path": resume}} if resume else {"callbacks": [saving]})}
 
-    module, loop, figures, _ = run(tmp_path, **settings())
+    whole = run(tmp_path, **settings())
     for step in steps:
-        again, resumed, more, _ = run(tmp_path, **settings(tmp_path / f"step={step}.ckpt"))
-        assert_same(weights(module), weights(again))
-        assert loop.ledger.state_dict() == resumed.ledger.state_dict()
-        for name in ("federated/failed", "federated/clients", "federated/client_steps"):
-            assert more[0][name] == figures[ROUND][name]
-        for client in range(len(PARTS)):
-            (one, values), (two, others) = (flatten_state(each.coordinator.states[client]) for each in (loop, resumed))
-            assert one == two
-            assert all(map(torch.equal, values, others))
+        assert_same_round(run(tmp_path, **settings(tmp_path / f"step={step}.ckpt")), whole)
 
 
 def test_a_chunk_that_lost_a_client_is_resumed_as_it_was_planned(tmp_path):
     settings = {"execution": "vectorized", "chunk_size": 3, "uplink": [TopK(0.3, error_feedback=True)]}
     saving = [SaveEachStep(tmp_path)]
-    module, loop, figures, (said,) = run(tmp_path, algorithm=FailsToBegin("begin"), callbacks=saving, **settings)
+    whole = run(tmp_path, algorithm=FailsToBegin("begin"), callbacks=saving, **settings)
+    (said,) = whole[3]
     # The round has steps 6 to 10: 4 of clients 1 and 3 together, then one of client 0.
     for step in (6, 8, 9, 10):
         saved = torch.load(tmp_path / f"step={step}.ckpt", weights_only=True)["callbacks"]["FederatedLoop"]
         inside = step < 10
         assert saved["chunks"][0] == ([1, 3, 2] if inside else [1, 3])
-        again, resumed, more, told = run(
+        resumed = run(
             tmp_path, algorithm=FailsToBegin("begin"), fit={"ckpt_path": tmp_path / f"step={step}.ckpt"}, **settings
         )
-        assert told == ([said] if inside else [])
-        assert_same(weights(module), weights(again))
-        assert loop.ledger.state_dict() == resumed.ledger.state_dict()
-        for name in ("federated/failed", "federated/clients", "federated/client_steps"):
-            assert more[0][name] == figures[ROUND][name]
-        for client in range(len(PARTS)):
-            (one, values), (two, others) = (flatten_state(each.coordinator.states[client]) for each in (loop, resumed))
-            assert one == two
-            assert all(map(torch.equal, values, others))
+        assert resumed[3] == ([said] if inside else [])
+        assert_same_round(resumed, whole)
 
 
 @pytest.mark.parametrize("execution", ["sequential", "auto"])
