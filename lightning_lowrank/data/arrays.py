@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, cast
-from zipfile import BadZipFile
 
 import numpy as np
 import torch
@@ -124,7 +123,7 @@ def _samples(given: str | Pair | Mapping[str, Any], argument: str) -> TensorData
             source = f"{argument}={str(given)!r}"
             with file:
                 given = dict(file)
-        except (OSError, ValueError, EOFError, BadZipFile) as error:
+        except Exception as error:  # a damaged file fails in any way
             raise MisconfigurationException(
                 f"{argument}={str(given)!r} must be an .npz file with the arrays x and y: {error}"
             ) from error

@@ -152,7 +152,7 @@ def read_table(path: Path, names: Sequence[str] | None = None) -> Table:
     if path.suffix == ".json":
         try:
             rows = json.loads(text)
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise MisconfigurationException(f"{path} is no valid JSON: {error}") from error
         if not isinstance(rows, list):
             raise MisconfigurationException(f"{path} must hold a list of objects, got {type(rows).__name__}")
@@ -163,7 +163,7 @@ def read_table(path: Path, names: Sequence[str] | None = None) -> Table:
         for number, line in enumerate(lines, start=1):
             try:
                 rows.append(json.loads(line))
-            except ValueError as error:
+            except (ValueError, RecursionError) as error:
                 raise MisconfigurationException(f"{path}, line {number}: no valid JSON: {error}") from error
         return table_of(rows, str(path), first_line=1)
     if path.suffix == ".csv":

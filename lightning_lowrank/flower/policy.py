@@ -120,7 +120,7 @@ class Policy:
         try:
             text = path.read_text(encoding="utf-8")
             found = tomllib.loads(text) if path.suffix == ".toml" else yaml.load(text, EachOnce)
-        except (OSError, UnicodeDecodeError, yaml.YAMLError, tomllib.TOMLDecodeError) as error:
+        except Exception as error:  # a date out of range is a ValueError, deep nesting a RecursionError
             raise MisconfigurationException(f"the site's policy {path} cannot be read: {error}") from error
         known = [each.name for each in fields(cls) if each.name != "source"]
         if not isinstance(found, dict) or not found or not found.keys() <= set(known):

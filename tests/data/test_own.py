@@ -253,6 +253,15 @@ def test_arrays_of_numbers_and_files(tmp_path):
     assert data.test_set.tensors[1].dtype == torch.float32
 
 
+def test_an_archive_whose_data_cannot_be_decompressed_is_refused_by_name(tmp_path):
+    np.savez_compressed(tmp_path / "train.npz", x=np.arange(1000.0), y=np.arange(1000))
+    damaged = bytearray((tmp_path / "train.npz").read_bytes())
+    damaged[60:100] = bytes(40)
+    (tmp_path / "train.npz").write_bytes(damaged)
+    with pytest.raises(MisconfigurationException, match=r"train='.*train\.npz'"):
+        Arrays(str(tmp_path / "train.npz")).setup()
+
+
 @pytest.mark.parametrize("dtype", ["bool", "uint8", "int16", "int32", ">i4", "uint16", "int64"])
 def test_class_indices_are_of_64_bits(dtype):
     classes = (np.arange(20) % 2).astype(dtype)

@@ -3,6 +3,7 @@
 import csv
 import os
 import pickle
+import re
 import sys
 from pathlib import Path
 
@@ -609,6 +610,13 @@ def test_a_useless_csv_file_is_refused(tmp_path, content, message):
     (tmp_path / "train.csv").write_bytes(content.encode())
     with pytest.raises(MisconfigurationException, match=message):
         read_table(tmp_path / "train.csv")
+
+
+@pytest.mark.parametrize("name", ["train.json", "train.jsonl"])
+def test_json_that_is_nested_deeply_is_refused_by_name(name, tmp_path):
+    (tmp_path / name).write_text("[" * 100_000 + "]" * 100_000)
+    with pytest.raises(MisconfigurationException, match=re.escape(name)):
+        read_table(tmp_path / name)
 
 
 def test_clients_train_on_a_hugging_face_data_set_with_its_own_collator(tmp_path, tokenizer):

@@ -109,6 +109,17 @@ def test_a_torn_checkpoint_is_named_with_the_newest_whole_one(tmp_path, damage):
         make_run(tmp_path, ckpt_path=path)
 
 
+@pytest.mark.parametrize(("place", "number"), [(8, 1), (10, 99)], ids=["encrypted", "unknown compression"])
+def test_a_damaged_archive_is_not_whole(place, number, tmp_path):
+    path = tmp_path / "last.ckpt"
+    torch.save({"a": torch.ones(5)}, path)
+    assert safe_files.is_whole(path)
+    content = bytearray(path.read_bytes())
+    content[content.index(b"PK\x01\x02") + place] = number
+    path.write_bytes(content)
+    assert not safe_files.is_whole(path)
+
+
 @pytest.mark.slow
 def test_the_command_recognises_a_torn_checkpoint(tmp_path):
     (tmp_path / "last.ckpt").write_bytes(b"PK")

@@ -48,6 +48,8 @@ def test_files(tmp_path, suffix):
         ("", "it has None"),
         ("- 1", r"it has \[1\]"),
         ("a: [", "cannot be read"),
+        ("max_epsilon: 2024-13-45", "cannot be read"),
+        ("[" * 2000, "cannot be read"),
         ("!!python/object/apply:os.system ['true']", "cannot be read"),
         ("min_clients: 0", "min_clients must be a whole number, 1 or more, got 0"),
         ("max_upload: 1.5", "max_upload must be"),
@@ -67,6 +69,14 @@ def test_files_that_are_none(tmp_path, text, told):
     file.write_text(text)
     with pytest.raises(MisconfigurationException, match=f"policy.yaml.*{told}"):
         Policy.load(file)
+
+
+@pytest.mark.parametrize("number", ["Infinity", "null", '"a"', "[]"])
+def test_a_damaged_account_is_refused_by_name(number, tmp_path):
+    account = tmp_path / "privacy_client_0.json"
+    account.write_text(f'[{{"noise_multiplier": 1.0, "sampled": 1, "population": {number}, "steps": 1}}]')
+    with pytest.raises(MisconfigurationException, match="privacy_client_0"):
+        Spending(account).check()
 
 
 def test_a_file_that_is_not_there_is_no_permission(tmp_path):

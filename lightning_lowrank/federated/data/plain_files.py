@@ -13,6 +13,7 @@ import csv
 import io
 import json
 import pickle
+import re
 import zipfile
 from collections.abc import Callable
 from pathlib import Path
@@ -25,12 +26,6 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 __all__ = ["owners_in_file", "read_columns", "read_plain"]
 
 _CLIENT_COLUMNS, _INDEX_COLUMNS = ("client", "client_id", "user", "user_id"), ("index", "sample")
-
-_ERRORS = (
-    *(ValueError, TypeError, KeyError, IndexError, AttributeError, EOFError, SyntaxError, RuntimeError, OSError),
-    *(MemoryError, ImportError, pickle.UnpicklingError, zipfile.BadZipFile),
-)
-"""What readers of damaged files raise."""
 
 
 def read_plain(path: Path, argument: str) -> Any:
@@ -59,7 +54,7 @@ def read_plain(path: Path, argument: str) -> Any:
     kind, read = _READERS[path.suffix]
     try:
         return read(path)
-    except _ERRORS as error:
+    except Exception as error:  # a damaged file fails in any way
         # torch's message says how the file's code could be run.
         reason = "it is cut, or holds more than tensors, arrays and plain values" if path.suffix == ".pt" else error
         raise MisconfigurationException(f"{argument} names {str(path)!r}, which is no {kind}: {reason}.") from error
@@ -146,10 +141,39 @@ def _unpickled(file: BinaryIO) -> Any:
     return _Unpickler(file).load()
 
 
-def _scalar(dtype: np.dtype, data: Any = b"") -> Any:
-    if dtype.hasobject:
-        raise pickle.UnpicklingError("it holds an object of NumPy that is no number")
-    return np.frombuffer(data if isinstance(data, bytes) else data.encode("latin1"), dtype)[0]
+class _Type:
+    """Stands for a ``numpy.dtype``, whose own ``__setstate__`` believes sizes and flags that crash the process."""
+
+    def __init__(self, code: str, *_: Any) -> None:
+        if not re.fullmatch(r"[?bBhHiIlLqQefdFDgGU]|[biufcSU]\d{1,5}|O8?", code):
+            raise pickle.UnpicklingError(f"it holds an array of type {code!r}, and not of numbers or texts")
+        self.dtype: np.dtype = np.dtype(code)
+
+    def __setstate__(self, state: tuple[Any, ...]) -> None:
+        self.dtype = self.dtype.newbyteorder(state[1])
+
+
+class _Array(np.ndarray):
+    """An array whose pickled state has a `_Type`."""
+
+    def __setstate__(self, state: tuple[Any, ...]) -> None:
+        version, shape, kind, is_fortran, data = state
+        super().__setstate__((version, shape, _dtype_of(kind), is_fortran, data))
+
+
+def _dtype_of(kind: Any) -> np.dtype:
+    if not isinstance(kind, _Type):
+        raise pickle.UnpicklingError(f"it holds an array of a type that is {kind!r}")
+    return kind.dtype
+
+
+def _array_of(buffer: Any, kind: Any, shape: tuple[int, ...], order: str) -> np.ndarray:
+    # The file may go on to resize a bytearray.
+    return np.frombuffer(bytes(memoryview(buffer)), _dtype_of(kind)).copy().reshape(shape, order=order)
+
+
+def _scalar(kind: Any, data: Any = b"") -> Any:
+    return np.frombuffer(data if isinstance(data, bytes) else data.encode("latin1"), _dtype_of(kind))[0]
 
 
 def _encoded(text: str, encoding: str = "latin1") -> bytes:
@@ -158,14 +182,17 @@ def _encoded(text: str, encoding: str = "latin1") -> bytes:
     return codecs.encode(text, "latin1")
 
 
-_REBUILT, _FROM_BUFFER = np.zeros(0).__reduce__()[0], np.zeros(0).__reduce_ex__(5)[0]
+def _empty_array(*_: Any) -> _Array:
+    return np.empty(0).view(_Array)
+
+
 _PLAIN = {kind.__name__: kind for kind in (set, frozenset, list, dict, tuple, int, float, complex, bytearray)}
 _ADMITTED: dict[tuple[str, str], Any] = {
-    ("numpy.core.multiarray", "_reconstruct"): _REBUILT,
-    ("numpy.core.numeric", "_frombuffer"): _FROM_BUFFER,
+    ("numpy.core.multiarray", "_reconstruct"): _empty_array,
+    ("numpy.core.numeric", "_frombuffer"): _array_of,
     ("numpy.core.multiarray", "scalar"): _scalar,
-    ("numpy", "ndarray"): np.ndarray,
-    ("numpy", "dtype"): np.dtype,
+    ("numpy", "ndarray"): _Array,
+    ("numpy", "dtype"): _Type,
     ("_codecs", "encode"): _encoded,
     ("collections", "OrderedDict"): collections.OrderedDict,
     ("collections", "defaultdict"): collections.defaultdict,
@@ -178,9 +205,8 @@ def _read_pickle(path: Path) -> Any:
 
 
 def _read_torch(path: Path) -> Any:
-    kinds = [type(np.dtype(kind)) for kind in "?bBhHiIlLqQefd"]
-    named = [(_REBUILT, f"numpy.{core}.multiarray._reconstruct") for core in ("core", "_core")]
-    admitted: list[Any] = [np.ndarray, np.dtype, *kinds, *named, (codecs.encode, "_codecs.encode")]
+    arrays = [(_empty_array, f"numpy.{core}.multiarray._reconstruct") for core in ("core", "_core")]
+    admitted: list[Any] = [*arrays, (_Array, "numpy.ndarray"), (_Type, "numpy.dtype"), (_encoded, "_codecs.encode")]
     with torch.serialization.safe_globals(admitted):
         return torch.load(path, map_location="cpu", weights_only=True)
 

@@ -1,8 +1,10 @@
 """Divisions, tables of labels and keys that other projects' files hold, and their evaluation samples."""
 
+import io
 import json
 import os
 import pickle
+import random
 
 import numpy as np
 import pytest
@@ -123,17 +125,56 @@ class Code:
         return (os.system, ("touch marker",))
 
 
+JUNK = random.Random(0).randbytes(200)
+FRAME_OF_MANY_BYTES = b"\x80\x04\x95" + b"\xff" * 8 + b"."
+TEXT_OF_MANY_BYTES = b"\x80\x04\x8d" + b"\xff" * 8 + b"."
+
+
+def damaged_archive() -> bytes:
+    """A compressed ``.npz`` whose data cannot be decompressed."""
+    file = io.BytesIO()
+    np.savez_compressed(file, client=np.arange(1000))
+    data = bytearray(file.getvalue())
+    start = data.index(b"client.npy") + len(b"client.npy") + 30
+    data[start : start + 40] = bytes(40)
+    return bytes(data)
+
+
+class OtherFlags:
+    """A type of integers that says to NumPy that it holds objects, whose addresses the data then are."""
+
+    def __reduce__(self):
+        return (np.dtype, ("i8", False, True), (3, "<", None, None, None, 8, 8, 63))
+
+
+class OfOtherFlags:
+    def __reduce__(self):
+        build, arguments, (version, _, _, order, data) = np.arange(3).__reduce__()
+        return build, arguments, (version, (3,), OtherFlags(), order, data)
+
+
+def test_a_type_whose_flags_are_a_lie_is_read_by_its_name(tmp_path):
+    (tmp_path / "owners.pkl").write_bytes(pickle.dumps(OfOtherFlags()))
+    assert FromIndices(tmp_path / "owners.pkl").split(3, None, 0).sizes.tolist() == [1, 1, 1]
+
+
 @pytest.mark.parametrize(
     ("name", "content", "message"),
     [
-        ("junk.pkl", os.urandom(200), "junk"),
+        ("record.pkl", pickle.dumps(np.zeros(2, [("a", "i4")])), "record"),
+        ("type.pkl", pickle.dumps(OfOtherFlags()).replace(b"i8", b"V8"), "type"),
+        ("junk.pkl", JUNK, "junk"),
+        ("frame.pkl", FRAME_OF_MANY_BYTES, "frame"),
+        ("text.pkl", TEXT_OF_MANY_BYTES, "text"),
         ("cut.pkl", pickle.dumps(OWNED)[:-3], "cut"),
         ("code.pkl", pickle.dumps([Code()]), r"posix\.system|nt\.system"),
         ("objects.pkl", pickle.dumps(DATA), "WithAttribute"),
         ("code", pickle.dumps({0: Code()}), r"posix\.system|nt\.system"),
-        ("junk.npz", os.urandom(200), "junk"),
-        ("junk.npy", b"\x93NUMPY" + os.urandom(200), "junk"),
-        ("junk.pt", os.urandom(200), "junk"),
+        ("junk.npz", JUNK, "junk"),
+        ("data.npz", damaged_archive(), "data"),
+        ("junk.npy", b"\x93NUMPY" + JUNK, "junk"),
+        ("header.npy", b"\x93NUMPY\x01\x00\x08\x00{'descr'", "header"),
+        ("junk.pt", JUNK, "junk"),
         ("deep.json", b"[" * 100_000 + b"]" * 100_000, "deep"),
         ("deep.txt", b"[" * 100_000 + b"]" * 100_000, "deep"),
         ("call.txt", b"__import__('os').system('touch marker')", "call"),
