@@ -27,7 +27,7 @@ from lightning_lowrank.federated.loop import FederatedLoop
 from lightning_lowrank.federated.privacy.accounting import Accountant, Mechanism, check_budget, noise_for
 from lightning_lowrank.federated.privacy.noise import gaussian
 from lightning_lowrank.federated.privacy.samples import SampleGradients, with_gradients
-from lightning_lowrank.federated.site import SEED_IS_KNOWN, SiteCoordinator
+from lightning_lowrank.federated.site import SEED_IS_KNOWN, SiteExchange
 from lightning_lowrank.federated.state import State
 from lightning_lowrank.internals.lightning import TrainLoaderSource, log_figures
 from lightning_lowrank.internals.replaced import replaced
@@ -234,7 +234,7 @@ class DifferentialPrivacy(NeedsPoissonBatches, Configured, Callback):
                 f" {type(self._loop.algorithm).__name__} takes others or several of them (Algorithm.local_update): use"
                 " a method that leaves the optimizer's step as it is, such as FedAvg()."
             )
-        if isinstance(self._loop.coordinator, SiteCoordinator) and not self.secure:
+        if isinstance(self._loop.exchange, SiteExchange) and not self.secure:
             raise MisconfigurationException(f"DifferentialPrivacy {SEED_IS_KNOWN}")
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
@@ -302,7 +302,7 @@ class DifferentialPrivacy(NeedsPoissonBatches, Configured, Callback):
             return self._own
         open_clients = self._loop.rounds.execution.clients
         state = next((each.state for each in open_clients if each.id == client), None)
-        return (self._loop.coordinator.states[client] if state is None else state).setdefault(_KEY, {})
+        return (self._loop.exchange.states[client] if state is None else state).setdefault(_KEY, {})
 
     def steps_of(self, client: int = 0) -> int:
         """Return how many steps a client has made in all, each of which has cost something."""
@@ -397,7 +397,7 @@ class DifferentialPrivacy(NeedsPoissonBatches, Configured, Callback):
         """Log what has been spent, and end a fit whose budget is spent."""
         if self._loop is None and self._loader is None:
             return
-        if self._loop is not None and isinstance(self._loop.coordinator, SiteCoordinator):
+        if self._loop is not None and isinstance(self._loop.exchange, SiteExchange):
             return
         spent = self.epsilons()
         figures = {"privacy/epsilon": max(spent.values())}
@@ -411,7 +411,7 @@ class DifferentialPrivacy(NeedsPoissonBatches, Configured, Callback):
 
     def _noise_of_run(self, trainer: Any) -> float:
         assert self.target_epsilon is not None
-        if self._loop is not None and isinstance(self._loop.coordinator, SiteCoordinator):
+        if self._loop is not None and isinstance(self._loop.exchange, SiteExchange):
             raise MisconfigurationException(
                 "target_epsilon alone finds the noise for the steps that a run will make, and a site does not know in"
                 " which rounds it will take part: give noise_multiplier too."
@@ -447,7 +447,7 @@ class DifferentialPrivacy(NeedsPoissonBatches, Configured, Callback):
             return
         due = {0: 1}
         if self._loop is not None:
-            if isinstance(self._loop.coordinator, SiteCoordinator):
+            if isinstance(self._loop.exchange, SiteExchange):
                 return
             number = trainer.current_epoch if round_number is None else round_number
             if 0 < (trainer.max_epochs or 0) <= number:

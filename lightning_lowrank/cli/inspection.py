@@ -21,9 +21,16 @@ from torch import Tensor, nn
 from lightning_lowrank.arguments import printable
 from lightning_lowrank.buffers import persistent_buffers
 from lightning_lowrank.callbacks.lowrank import LowRank
+from lightning_lowrank.compression import Packet
 from lightning_lowrank.federated.checks import in_no_optimizer, notes
-from lightning_lowrank.federated.coordinator import first_transfers
+from lightning_lowrank.federated.client_states import ClientStates
+from lightning_lowrank.federated.coordinator import Coordinator
+from lightning_lowrank.federated.data.planner import RoundPlan
+from lightning_lowrank.federated.exchange import Parts
+from lightning_lowrank.federated.ledger import Ledger
 from lightning_lowrank.federated.loop import FederatedLoop
+from lightning_lowrank.federated.messages import Message
+from lightning_lowrank.federated.state import trained_tensors
 from lightning_lowrank.layers import LowRankLayer
 from lightning_lowrank.layers.survey import RECURRENT
 from lightning_lowrank.multiply_adds import COUNTED, multiply_adds
@@ -271,7 +278,7 @@ def _traffic(
     """Return what client 0 sends and receives in the first round if it makes no step."""
     buffered = persistent_buffers(module).keys()
     traffic = {}
-    for direction, packet in first_transfers(loop, module, optimizers).items():
+    for direction, packet in _first_packets(module, loop, optimizers).items():
         elements = sum(value.numel() for value in packet.tensors.values())
         buffers = sum(value.numel() for name, value in packet.tensors.items() if name in buffered)
         traffic[direction] = {
@@ -281,3 +288,24 @@ def _traffic(
             "bytes": packet.nbytes,
         }
     return traffic
+
+
+def _first_packets(
+    module: pl.LightningModule, loop: FederatedLoop, optimizers: list[torch.optim.Optimizer]
+) -> dict[str, Packet]:
+    """What client 0 sends (``"up"``) and receives (``"down"``) in the first round if it makes no step.
+
+    The method changes the module: use it for nothing else afterwards.
+    """
+    server = loop.make_server(module, optimizers, loop.clients or 1)
+    coordinator = Coordinator(Parts(loop, server, [1] * server.clients, ClientStates(), Ledger(0)))
+    coordinator.setup()
+    live = trained_tensors(module)
+    coordinator.begin_round(RoundPlan(0, (0,), (1,), (), ()), live, idle=0)
+    info, client = coordinator.info(0), coordinator.context(0, live, steps=1)
+    loop.algorithm.configure(server.base, info)
+    down = coordinator.broadcasts.packet(info)
+    loop.algorithm.begin(client, Message(down.received))
+    up = coordinator.wire.up(client, loop.algorithm.end(client), down.received)
+    loop.algorithm.configure(server.base, None)
+    return {"up": up, "down": down}

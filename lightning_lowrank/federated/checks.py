@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import inspect
 import types
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import chain
 from typing import Any
 
@@ -159,6 +159,47 @@ def check_trained(module: nn.Module, optimizers: Iterable[Optimizer]) -> None:
             f" {listed(forgotten)}. Build the optimizer in"
             " configure_optimizers() from self.parameters() (which holds the factors by then), or freeze them with"
             " requires_grad_(False)."
+        )
+
+
+def check_followed(
+    settings: FederatedSettings,
+    base: Base,
+    number: int,
+    trained: Mapping[str, Tensor],
+    before: Mapping[str, Tensor] | None,
+) -> None:
+    """Refuse parameters that round ``number`` trains and that the rounds so far do not suit.
+
+    Args:
+        settings: The experiment's settings.
+        base: The server's base.
+        number: Number of the round.
+        trained: The parameters that the round trains, by name.
+        before: Those of the rounds before; ``None`` in a fit's first round.
+
+    Raises:
+        MisconfigurationException: If nothing is trained, a parameter is gone, no optimizer has it, or the method, error
+            feedback or moments continue from other parameters.
+    """
+    if not trained:
+        raise MisconfigurationException(f"in round {number} no parameter of the module is trained: all are frozen.")
+    if base.optimizers:
+        check_trained(base.module, base.optimizers)
+    if before is None:
+        return
+    gone = sorted(before.keys() - dict(base.module.named_parameters(remove_duplicate=False)).keys())
+    if gone:
+        raise MisconfigurationException(
+            f"the rounds before round {number} trained {listed(gone)}, which the module no longer has: something has"
+            " replaced parameters, as pruning and parametrizations do. Do that before or after the fit."
+        )
+    changed = listed(sorted(trained.keys() ^ before.keys()))
+    keeping = goes_on_from(settings)
+    if changed and keeping:
+        raise MisconfigurationException(
+            f"from round {number} on other parameters are trained than before ({changed}), and {keeping}: train the"
+            " same parameters in all rounds."
         )
 
 

@@ -24,13 +24,13 @@ from torch import Tensor, nn
 from torchmetrics import Metric, MetricCollection
 
 from lightning_lowrank.federated.algorithm import CompletesModels, detached
-from lightning_lowrank.federated.coordinator import Coordinator
 from lightning_lowrank.federated.data.batches import BatchReader, Request
 from lightning_lowrank.federated.data.device import DeviceData
 from lightning_lowrank.federated.data.evaluation_samples import matched_labels
 from lightning_lowrank.federated.data.labels import find_named_labels, numbered_alike
 from lightning_lowrank.federated.data.loader_checks import check_loader
 from lightning_lowrank.federated.data.rounds import RoundData
+from lightning_lowrank.federated.exchange import Exchange
 from lightning_lowrank.federated.execution.processes import ClientParallelStrategy
 from lightning_lowrank.federated.logbook import Logbook
 from lightning_lowrank.federated.randomness import StepRandomness, step_seed
@@ -363,10 +363,10 @@ class FurtherModels:
     A server that has no training set evaluates no client's own model.
     """
 
-    def __init__(self, data: RoundData | None, coordinator: Coordinator) -> None:
+    def __init__(self, data: RoundData | None, exchange: Exchange) -> None:
         self._data = data
-        self._coordinator = coordinator
-        self._settings = coordinator.settings
+        self._exchange = exchange
+        self._settings = exchange.settings
         self._evaluations: dict[str, tuple[Any, ClientEvaluation]] = {}
         self._of_no_direction: set[str] = set()
         self.judged = False
@@ -389,7 +389,7 @@ class FurtherModels:
         except MisconfigurationException:
             # Many methods evaluate no further model, some of them at certain settings alone: Lightning reads the
             # loaders then.
-            if self._coordinator.algorithm.variants(self._coordinator.server):
+            if self._exchange.algorithm.variants(self._exchange.server):
                 raise
 
     def evaluate(self, trainer: Any, module: pl.LightningModule, stage: Literal["validate", "test"]) -> None:
@@ -397,8 +397,8 @@ class FurtherModels:
 
         Where a module was given other weights after the fit, there are no such models of these, and nothing is logged.
         """
-        coordinator, algorithm = self._coordinator, self._coordinator.algorithm
-        variants = algorithm.variants(coordinator.server)
+        exchange, algorithm = self._exchange, self._exchange.algorithm
+        variants = algorithm.variants(exchange.server)
         judged = variants or self._settings.personal_test is not None
         if judged and trainer.state.fn != "fit" and not self._has_last_round(module):
             rank_zero_warn(
@@ -419,7 +419,7 @@ class FurtherModels:
                 logged.update({f"{name}/{names[number]}": value for number, value in values.items()})
         if logged:
             log_figures(trainer, logged)
-        coordinator.states.offload()
+        exchange.states.offload()
 
     def _judge_clients(
         self, trainer: Any, module: pl.LightningModule, stage: Literal["validate", "test"], loader: Any
@@ -428,15 +428,15 @@ class FurtherModels:
 
         The folders of `CSVLogger`s get a table of the clients.
         """
-        coordinator, algorithm, server = self._coordinator, self._coordinator.algorithm, self._coordinator.server
+        exchange, algorithm, server = self._exchange, self._exchange.algorithm, self._exchange.server
         evaluation, live = self._of_clients(loader, stage), trained_tensors(module)
         shown = algorithm.global_model(server)
         own_models = False
 
         def personal(client: int) -> Mapping[str, Tensor]:
             nonlocal own_models
-            context = coordinator.context(client, live)
-            model = algorithm.personal_model(context, algorithm.model_for(server, coordinator.info(client)))
+            context = exchange.context(client, live)
+            model = algorithm.personal_model(context, algorithm.model_for(server, exchange.info(client)))
             own_models = own_models or model is not shown
             return model
 
@@ -466,11 +466,11 @@ class FurtherModels:
 
     def _has_last_round(self, module: pl.LightningModule) -> bool:
         """Return whether a module holds the parameters of the last round's global model."""
-        server = self._coordinator.server
+        server = self._exchange.server
         if server.base.module is not module:
             return False
         live = server.base.parameters(trained_tensors(module))
-        shown = self._coordinator.algorithm.global_model(server)
+        shown = self._exchange.algorithm.global_model(server)
         return not changed(live, {name: shown[name].to(value.device) for name, value in live.items()})
 
     def _run(
@@ -508,7 +508,7 @@ class FurtherModels:
     def _evaluation(self, name: str, loader: Any, indices: Callable[[], list[Tensor]]) -> ClientEvaluation:
         """Return the evaluation that was made for this loader, or make one."""
         if name not in self._evaluations or self._evaluations[name][0] is not loader:
-            seed = self._coordinator.server.seed
+            seed = self._exchange.server.seed
             kept = None if self._data is None else self._data.device_data
             self._evaluations[name] = loader, ClientEvaluation(loader, indices(), seed, kept)
         return self._evaluations[name][1]

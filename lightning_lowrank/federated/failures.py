@@ -1,4 +1,4 @@
-"""Clients that fail in a round: whose an error is, and which updates are not numbers."""
+"""Clients that fail in a round: whose an error is, which updates are not numbers, and whether enough others answer."""
 
 from __future__ import annotations
 
@@ -12,6 +12,8 @@ from typing import Any
 import torch
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import Tensor
+
+from lightning_lowrank.federated.state import Server
 
 # torch raises most of these as a RuntimeError.
 _OF_MEMORY = ("out of memory", "can't allocate memory", "not enough memory")
@@ -130,3 +132,63 @@ def _total_is_finite(values: Iterable[Tensor]) -> bool:
         total = value.sum().item() if value.is_cpu else value.sum()
         totals[value.device] = totals.get(value.device, 0) + total
     return all(cmath.isfinite(complex(total)) for total in totals.values())
+
+
+class Answers:
+    """Which clients of a round's cohort have answered, and why others have not.
+
+    Args:
+        server: The server, which has the round's number and cohort.
+        least: Number of answers that a round needs.
+    """
+
+    def __init__(self, server: Server, least: int) -> None:
+        self._server = server
+        self._least = least
+        self.answered: list[int] = []
+        """Clients whose answers count, in the order of arrival."""
+        self.failed: dict[int, str] = {}
+        """Clients that failed while they trained, and why."""
+        self._first_error: Exception | None = None
+
+    def begin_round(self) -> None:
+        """Forget the last round's."""
+        self.failed, self.answered, self._first_error = {}, [], None
+
+    def end_round(self) -> None:
+        """Let go of the first error, whose traceback keeps the failed step alive."""
+        self._first_error = None
+
+    def fail(self, client: int, error: Exception) -> None:
+        """Count a client as failed by ``error``."""
+        self.failed[client] = described(error)
+        self._first_error = self._first_error or error
+
+    def check_rest(self) -> None:
+        """Refuse a round whose clients that have not failed are too few.
+
+        Raises:
+            MisconfigurationException: As `check`.
+        """
+        self.check(len(self._server.cohort) - len(self.failed))
+
+    def check(self, count: int) -> None:
+        """Refuse a round of so many answers if it needs more.
+
+        Raises:
+            MisconfigurationException: If it does. Its cause is the first client's error.
+        """
+        if count < self._least:
+            raise MisconfigurationException(
+                f"round {self._server.round} has answers of {count} of {len(self._server.cohort)} clients and needs"
+                f" min_clients={self._least}{self._reasons()}"
+            ) from self._first_error
+
+    def _reasons(self) -> str:
+        """Why clients failed, each reason once."""
+        alike: dict[str, list[int]] = {}
+        for client, reason in self.failed.items():
+            alike.setdefault(reason, []).append(client)
+        if len(alike) == 1 and len(self.failed) == len(self._server.cohort):
+            return f": all of them failed alike: {next(iter(alike))}"
+        return "." + "".join(f"\n  {named(clients)}: {reason}" for reason, clients in alike.items())

@@ -49,6 +49,7 @@ from lightning_lowrank.federated.data.indices import ClientIndices
 from lightning_lowrank.federated.data.planner import RoundPlan
 from lightning_lowrank.federated.data.rounds import RoundData
 from lightning_lowrank.federated.data.sampling import NeedsPoissonBatches
+from lightning_lowrank.federated.exchange import Exchange, Parts
 from lightning_lowrank.federated.execution.processes import ClientParallelStrategy, SharedCoordinator, shared_by
 from lightning_lowrank.federated.fingerprint import (
     check_same_experiment,
@@ -136,8 +137,8 @@ class FederatedLoop(FederatedSettings, Callback):
     def __post_init__(self) -> None:
         super().__post_init__()
         self.ledger = Ledger(0)
-        self.make_coordinator: Callable[..., Coordinator] = Coordinator
-        """Makes the server's half of a fit, from the arguments of `Coordinator`; real sites have one of their own."""
+        self.make_exchange: Callable[[Parts], Exchange] = Coordinator
+        """Makes the exchange of a fit; real sites have one of their own."""
         self._restore = ExitStack()
         self._for_samples = self._released = False
         self._forget()
@@ -199,12 +200,23 @@ class FederatedLoop(FederatedSettings, Callback):
     @property
     def server(self) -> Server:
         """The server of this fit."""
-        return self.rounds.coordinator.server
+        return self.exchange.server
+
+    @property
+    def exchange(self) -> Exchange:
+        """The exchange of this fit's messages, with the states of its clients."""
+        return self.rounds.exchange
 
     @property
     def coordinator(self) -> Coordinator:
-        """The server's half of this fit's rounds, with what clients keep."""
-        return self.rounds.coordinator
+        """The server's half of this fit's rounds.
+
+        Raises:
+            RuntimeError: At a real site, whose server is elsewhere.
+        """
+        if not isinstance(self.exchange, Coordinator):
+            raise RuntimeError(f"{type(self.exchange).__name__} has no server's half: it is elsewhere.")
+        return self.exchange
 
     @property
     def indices(self) -> ClientIndices | None:
@@ -293,7 +305,7 @@ class FederatedLoop(FederatedSettings, Callback):
 
     def _has_released(self) -> bool:
         """Return whether the last fit has spent of a privacy budget, which a new one would not know of."""
-        private = None if self._rounds is None else self.coordinator.private
+        private = None if self._rounds is None else self.exchange.private
         return (private is not None and private.released > 0) or (self._for_samples and self._progress.client_steps > 0)
 
     def _keep_samples(self, trainer: pl.Trainer) -> None:
@@ -356,27 +368,27 @@ class FederatedLoop(FederatedSettings, Callback):
         if self._restored is not None:
             self._go_on_from(self._restored)
         # A real site goes on with what it keeps in its file.
-        elif private and self._released and self._rounds is None and self.make_coordinator is Coordinator:
+        elif private and self._released and self._rounds is None and self.make_exchange is Coordinator:
             raise MisconfigurationException(
                 "an earlier fit with this FederatedLoop was private, and a new one would repeat its noise and count ε"
                 " from 0: go on with the same trainer or from a checkpoint, or make a FederatedLoop with another seed"
                 " and add up both ε."
             )
-        make = self.make_coordinator
+        make = self.make_exchange
         if self._processes is not None:
             make = functools.partial(SharedCoordinator, self._processes, trainer)
         assert self._turns is not None
         self._rounds = Rounds(
             self, trainer, self._data, self._progress, self._processes, make, self._rounds, self._restored, self._turns
         )
-        self.ledger = self._rounds.coordinator.ledger
+        self.ledger = self._rounds.exchange.ledger
         self._fingerprint["execution"] = self._rounds.execution.name
         assert self._length is not None
         if self._length.outdated():
             trainer.strategy.setup_optimizers(trainer)
             self._rounds.take_optimizers(trainer)
         self._length.settle()
-        for note in self._length.notes() + self._rounds.coordinator.notes(trainer):
+        for note in self._length.notes() + self._rounds.exchange.notes(trainer):
             rank_zero_warn(note)
         data = self._data
         turns = None if self._restored is not None else lambda: data.present_plan().turns

@@ -1,7 +1,7 @@
 """The course of rounds: what happens at a chunk's first batch, at its last, and at the round's end.
 
-`FederatedLoop` calls it from Lightning's hooks. The server's half of a round is a `Coordinator`, the clients' half an
-`Execution`; what is between them stands here.
+`FederatedLoop` calls it from Lightning's hooks. An `Execution` has the clients' half of a round, and reaches the
+server's by an `Exchange`.
 """
 
 from __future__ import annotations
@@ -26,22 +26,19 @@ from lightning_lowrank.federated.algorithm import inherits
 from lightning_lowrank.federated.client_evaluation import FurtherModels
 from lightning_lowrank.federated.client_optimizers import ClientOptimizers
 from lightning_lowrank.federated.client_states import ClientStates
-from lightning_lowrank.federated.coordinator import Coordinator
 from lightning_lowrank.federated.data.loader_checks import leaves_one
 from lightning_lowrank.federated.data.planner import Chunk
 from lightning_lowrank.federated.data.rounds import RoundData
+from lightning_lowrank.federated.exchange import Exchange, Parts
 from lightning_lowrank.federated.execution.auto import choose_execution
 from lightning_lowrank.federated.execution.base import Execution
-from lightning_lowrank.federated.execution.processes import (
-    ClientParallelStrategy,
-    SharedCoordinator,
-    check_processes,
-)
+from lightning_lowrank.federated.execution.processes import ClientParallelStrategy, check_processes
 from lightning_lowrank.federated.failures import ClientsFailed, described, is_of_a_client, is_of_lone_sample, named
 from lightning_lowrank.federated.leaks import Isolation, OfTheRun
 from lightning_lowrank.federated.ledger import Ledger, dense_bytes
 from lightning_lowrank.federated.local import LocalTraining
 from lightning_lowrank.federated.logbook import Logbook
+from lightning_lowrank.federated.privacy.mean import Drawing, PrivateMean
 from lightning_lowrank.federated.progress import Progress
 from lightning_lowrank.federated.settings import FederatedSettings
 from lightning_lowrank.federated.state import State
@@ -59,7 +56,7 @@ class Rounds(OfTheRun):
         data: The training set, which is divided when that has not been done.
         progress: Where the run stands.
         processes: Connects the processes that share rounds, if there are several.
-        make: Makes the server's half, from the arguments of `Coordinator`.
+        make: Makes the exchange of the clients' messages.
         before: The rounds of the fit that this one goes on from, if any.
         restored: `state_dict`'s result in the checkpoint that the fit is resumed from, if any.
         turns: Makes each turn of Lightning's loop a chunk of clients.
@@ -72,7 +69,7 @@ class Rounds(OfTheRun):
         data: RoundData,
         progress: Progress,
         processes: ClientParallelStrategy | None,
-        make: Callable[..., Coordinator],
+        make: Callable[[Parts], Exchange],
         before: Rounds | None,
         restored: Mapping[str, Any] | None,
         turns: ClientTurns,
@@ -95,40 +92,42 @@ class Rounds(OfTheRun):
             kept = {} if restored is None else restored["server"]["clients"]
             states = ClientStates(kept, settings.client_memory_limit)
         else:
-            server, ledger, states = (getattr(before.coordinator, name) for name in ("server", "ledger", "states"))
+            server, ledger, states = (getattr(before.exchange, name) for name in ("server", "ledger", "states"))
         planner = data.planner
         server.base.optimizers, server.clients = trainer.optimizers, planner.eligible
-        coordinator = make(settings, server, samples, states, ledger, data.labels_of)
-        self.coordinator: Coordinator = coordinator
-        endless = trainer.max_epochs == -1
-        coordinator.protect(planner.drawn, planner.eligible, None if endless else trainer.max_epochs)
-        if before is not None and before.coordinator.private is not None and coordinator.private is not None:
-            coordinator.private.load_state_dict(before.coordinator.private.state_dict())
+        least = min([planner.clients_per_round, *map(len, settings.participants or ())])
+        rounds = None if trainer.max_epochs == -1 else trainer.max_epochs
+        drawing = Drawing(planner.clients_per_round, least, planner.eligible, rounds)
+        clock = None
         if settings.system is not None:
             names = data.divided().names
             clock = Clock(settings.system, len(samples), data.samples_read, settings.experiment_seed, names)
-            coordinator.count_seconds(clock)
-            if before is not None and before.coordinator.clock is not None:
-                clock.load_state_dict(before.coordinator.clock.state_dict())
+        parts = Parts(settings, server, samples, states, ledger, drawing, clock, data.labels_of)
+        self.exchange: Exchange = make(parts)
+        exchange = self.exchange
+        if before is not None:
+            for kind in (PrivateMean, Clock):
+                stage, earlier = exchange.find(kind), before.exchange.find(kind)
+                if stage is not None and earlier is not None:
+                    stage.load_state_dict(earlier.state_dict())
         if restored is not None:
-            coordinator.load_state_dict(restored["server"], self._to_device)
+            exchange.load_state_dict(restored["server"], self._to_device)
             # A secret by which cohorts are drawn is another now.
-            data.plan = data.plan if coordinator.private is None else None
-        self.further = FurtherModels(data, coordinator)
-        coordinator.setup(continues=before is not None and before.coordinator.algorithm is settings.algorithm)
-        if coordinator.clock is not None and coordinator.clock.counts_operations:
+            data.plan = data.plan if exchange.private is None else None
+        self.further = FurtherModels(data, exchange)
+        exchange.setup(continues=before is not None and before.exchange.algorithm is settings.algorithm)
+        if clock is not None and clock.counts_operations:
             # Before an execution puts its own step in the place of the module's.
-            coordinator.clock.operations = Operations(settings.algorithm, server.base, *data.example())
+            clock.operations = Operations(settings.algorithm, server.base, *data.example())
         holder = int(np.argmax(data.planner.samples))
         if settings.algorithm.needs_labels and data.labels_of(holder) is None:
             raise MisconfigurationException(
                 f"{settings.algorithm!r} reads the labels of clients' samples, and the training data has none that are"
                 " found: give FederatedLoop(labels=...), a function of the dataset."
             )
-        coordinator.check_cohort(min([planner.drawn, *map(len, settings.participants or ())]))
         data.group_key = self._group_key
         previous = None if before is None else before.execution
-        self.execution: Execution = choose_execution(trainer, coordinator, data, processes, restored, previous)
+        self.execution: Execution = choose_execution(trainer, exchange, data, processes, restored, previous)
         self.execution.optimizers = self._optimizers
         self._local = LocalTraining(trainer, turns, self.execution, data)
         self.execution.logbook = self._local.logbook
@@ -140,14 +139,14 @@ class Rounds(OfTheRun):
 
     def _group_key(self, client: int, round_number: int) -> tuple[Any, ...]:
         """Return what clients that step together have in common: their method's key, moments, and options."""
-        info = self.coordinator.info(client, round_number)
-        state = self.coordinator.states[client]
+        info = self.exchange.info(client, round_number)
+        state = self.exchange.states[client]
         return self._algorithm.group_key(info), self._optimizers.key(client, state, round_number)
 
     def take_optimizers(self, trainer: Any) -> None:
         """Go on with optimizers and schedulers that the trainer has set up anew."""
         self.execution.optimizers = self._optimizers = ClientOptimizers(trainer, self._settings)
-        base = self.coordinator.server.base
+        base = self.exchange.server.base
         base.optimizers = trainer.optimizers
         self._algorithm.setup_optimizers(base)
 
@@ -163,7 +162,7 @@ class Rounds(OfTheRun):
         return ends.close
 
     def resume(self, state: Mapping[str, Any]) -> None:
-        """Go on from `state_dict`'s result, the coordinator's part of which `setup` has taken."""
+        """Go on from `state_dict`'s result, of which the exchange has its part."""
         progress, execution = self._progress, self.execution
         # The plan has been made by now.
         self._data.resumed_chunks = None
@@ -174,7 +173,7 @@ class Rounds(OfTheRun):
         self._optimizers.wind_back()
         execution.begin_round()
         self._isolation.begin_round()
-        server = self.coordinator.server
+        server = self.exchange.server
         server.adopt(execution.live, shown=self._algorithm.global_model(server))
         self._local.begin_round()
 
@@ -184,8 +183,8 @@ class Rounds(OfTheRun):
         self._isolation.begin_round()
         progress.client_steps_before = progress.client_steps
         idle = self._data.planner.listening - len(plan.clients) - len(plan.failed)
-        self.coordinator.begin_round(plan, self.execution.live, idle)
-        self.coordinator.check_answers(len(plan.clients))
+        self.exchange.begin_round(plan, self.execution.live, idle)
+        self.exchange.answers.check(len(plan.clients))
         progress.round_open, self._ended, self._failed_alike = True, False, {}
         self._optimizers.begin_round()
         self._local.begin_round()
@@ -214,7 +213,7 @@ class Rounds(OfTheRun):
             self.aggregate()
             self.end_epoch()
         elif progress.round_open:
-            self.coordinator.show_global(self.execution.live)
+            self.exchange.show_global(self.execution.live)
         return ends_round
 
     @property
@@ -273,8 +272,8 @@ class Rounds(OfTheRun):
         plan = self._data.current_plan()
         self._optimizers.wind_back()
         for client in chunk.clients:
-            self._optimizers.forget(self.coordinator.states[client], plan.round)
-        self._before_client = self.coordinator.state_of_transfers()
+            self._optimizers.forget(self.exchange.states[client], plan.round)
+        self._before_client = self.exchange.state_of_transfers()
         self._opened = chunk
         failed = self.execution.open(chunk)
         if failed:
@@ -302,7 +301,7 @@ class Rounds(OfTheRun):
         self._progress.chunk_open = False
         for client, error in failed.items():
             if isinstance(error, LateError):
-                self.coordinator.drop(client, self.execution.before[client], error)
+                self.exchange.drop(client, self.execution.before[client], error)
                 continue
             if self._settings.on_client_error == "raise":
                 raise error
@@ -318,7 +317,7 @@ class Rounds(OfTheRun):
             self._warn_of(clients, f"{together}: {reason}")
             self._failed_alike[reason] = []
         for client in clients:
-            self.coordinator.drop(client, before[client], error)
+            self.exchange.drop(client, before[client], error)
 
     def _said_lone(self, clients: Sequence[int]) -> bool:
         """Say once in a fit whose last batch has one sample; return whether these clients are among them."""
@@ -352,22 +351,21 @@ class Rounds(OfTheRun):
         for reason, clients in self._failed_alike.items():
             if clients:
                 self._warn_of(clients, f", which failed alike: {reason}")
-        if isinstance(self.coordinator, SharedCoordinator):
-            mine = progress.client_steps - progress.client_steps_before
-            total = self.coordinator.exchange(self._optimizers, mine)
-            progress.client_steps = progress.client_steps_before + total
+        mine = progress.client_steps - progress.client_steps_before
+        total = self.exchange.end_round(self._optimizers, mine)
+        progress.client_steps = progress.client_steps_before + total
+        if self._processes is not None:
             # Alike in all processes, also where the round is cut short.
             progress.chunk = self._data.current_plan().turns
-        self.coordinator.aggregate()
-        self.coordinator.show_global(self.execution.live)
+        self.exchange.show_global(self.execution.live)
         self._isolation.put_back()
         self._optimizers.end_round()
         progress.round_open = False
-        self.coordinator.states.offload()
+        self.exchange.states.offload()
 
     def stop_if_spent(self, number: int) -> None:
         """End the fit, with a message, where round ``number`` would pass the budget of `ClientPrivacy`."""
-        private = self.coordinator.private
+        private = self.exchange.private
         # A checkpoint may be of the end of a round whose epoch goes on.
         if private is not None and private.released <= number and private.exhausted:
             self._trainer.should_stop = True
@@ -385,12 +383,12 @@ class Rounds(OfTheRun):
 
     def figures(self) -> dict[str, float]:
         """Return what is logged of the round."""
-        plan, answered, failed = self._data.current_plan(), self.coordinator.answered, self.coordinator.failed
+        plan, answers, samples = self._data.current_plan(), self.exchange.answers, self.exchange.samples
         return {
-            **self.coordinator.figures(),
-            "federated/clients": len(answered),
-            "federated/failed": len(plan.failed) + len(failed),
-            "federated/samples": sum(self.coordinator.samples[each] for each in answered),
+            **self.exchange.figures(),
+            "federated/clients": len(answers.answered),
+            "federated/failed": len(plan.failed) + len(answers.failed),
+            "federated/samples": sum(samples[each] for each in answers.answered),
             "federated/client_steps": self._progress.client_steps,
         }
 
@@ -407,7 +405,7 @@ class Rounds(OfTheRun):
                 " ModelCheckpoint does, or set devices=1."
             )
         plan = self._data.plan
-        server = self.coordinator.state_dict()
+        server = self.exchange.state_dict()
         saved = progress.state_dict()
         if progress.chunk_open:
             # The clients begin again in a run that is resumed, those too that failed to begin.

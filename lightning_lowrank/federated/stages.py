@@ -1,6 +1,6 @@
 """The stages of a round: what looks at the messages between the server and its clients beside the method.
 
-`Coordinator` runs a list of them: bytes (`Ledger`), simulated time (`Clock`), attackers (`Attackers`), client-level
+An `Exchange` has a list of them: bytes (`Ledger`), simulated time (`Clock`), attackers (`Attackers`), client-level
 privacy (`PrivateMean`), and a user's own.
 """
 
@@ -81,7 +81,7 @@ class RoundStage(Configured):
     - `begin_round`: on the server, after the method's own.
     - `down`: on the server, as a broadcast is sent to a client.
     - `began`, `up`: at the client, after it has begun, and before its message is encoded. Between real sites these run
-      at the site, on a copy of the stage made from the recipe.
+      at the site, on a copy of the stage made from the recipe, of which no other hook is called there.
     - `answered`: on the server, as a message is received. It may refuse the message.
     - `arrived`: on the server, in the order in which clients answer. It may hold the message back, or change it.
     - `release`: on the server, at the round's end, for messages that were held back.
@@ -104,7 +104,7 @@ class RoundStage(Configured):
     """Name of the stage's state in checkpoints; by default the class's."""
 
     def setup(self, way: Way) -> None:
-        """Begin a fit, before `load_state_dict`. ``way`` is the server's half of its rounds."""
+        """Begin a fit on the server, before `load_state_dict`. ``way`` is the server's half of its rounds."""
 
     def begin_round(self, server: Server) -> None:
         """Begin a round: reset what `figures` returns."""

@@ -22,7 +22,7 @@ from lightning_lowrank.federated.state import Base, ClientContext, ClientInfo, t
 from lightning_lowrank.seeding import derive_seed
 
 _LENGTH = struct.Struct("<Q")
-_HELD = "wire.held"
+_COPY = "wire.copy"
 _RESIDUAL = "wire.residual"
 _LAST = "wire.last"
 _LATE = 10**6
@@ -76,7 +76,7 @@ class Wire:
 
     An uplink with codecs sends differences from `Algorithm.reference`. With error feedback each client keeps its own
     residual, and forgets that of factors or subspaces that have been drawn anew (`Algorithm.drawn_in`). A downlink with
-    error feedback sends the difference between the broadcast and a copy of it that all clients hold, which clients that
+    error feedback sends the difference between the broadcast and a copy of it that all clients share, which those that
     sit the round out must hear as well; the server puts clients' changes onto its own values, so that what the copy
     lacks is sent later (EF21-P). Without error feedback, the downlink sends the values. Clients' changes are then put
     onto the server's own values only for a robust rule, which would take the downlink's loss for a change.
@@ -137,14 +137,14 @@ class Wire:
         return self._send(self.downlink, Message(update), exact=self._exact(base), seed=seed)
 
     @property
-    def holds_copy(self) -> bool:
-        """Whether all clients hold a copy of the broadcast, so that each must hear every change of it."""
+    def shares_copy(self) -> bool:
+        """Whether all clients share a copy of the broadcast, so that each must hear every change of it."""
         return self.downlink.error_feedback
 
     def setup(self, base: Base) -> None:
-        """Begin the copy that all clients hold with the initial model. Called on every side before the first round."""
-        if self.holds_copy and _HELD not in base.state:
-            base.state[_HELD] = detached(base.sent_down(trained_tensors(base.module)))
+        """Begin the copy that clients share with the initial model. Called by every party before the first round."""
+        if self.shares_copy and _COPY not in base.state:
+            base.state[_COPY] = detached(base.sent_down(trained_tensors(base.module)))
 
     def _exact(self, base: Base) -> frozenset[str]:
         return self._algorithm.exact | base.initial_buffers.keys()
@@ -169,9 +169,9 @@ class Wire:
     def _down(self, base: Base, message: Message, client: ClientInfo) -> Packet:
         if not self.downlink.codecs:
             return self._send(self.downlink, message, seed=0)
-        # Where all hold one copy, one message goes to all.
-        seed = derive_seed(client.seed, "downlink", client.round, *(() if self.holds_copy else (client.id,)))
-        return self._send(self.downlink, message, reference=base.state.get(_HELD), exact=self._exact(base), seed=seed)
+        # If all share one copy, one message goes to all.
+        seed = derive_seed(client.seed, "downlink", client.round, *(() if self.shares_copy else (client.id,)))
+        return self._send(self.downlink, message, reference=base.state.get(_COPY), exact=self._exact(base), seed=seed)
 
     def _send(self, channel: Channel, message: Message, **arguments: Any) -> Packet:
         try:
@@ -182,21 +182,21 @@ class Wire:
                 f"{type(self._algorithm).__name__} and {way}={list(channel.codecs)} do not go together: {error}"
             ) from error
 
-    def hold(self, base: Base, received: Mapping[str, Tensor]) -> None:
-        """Keep what a broadcast brought as the copy that all clients hold. Called once for each copy of the base."""
-        if self.holds_copy:
-            base.state[_HELD] = detached(received)
+    def keep_copy(self, base: Base, received: Mapping[str, Tensor]) -> None:
+        """Keep a broadcast as it was received, if clients share a copy. Called once for each copy of the base."""
+        if self.shares_copy:
+            base.state[_COPY] = detached(received)
 
-    def held(self, base: Base, packet: Packet) -> Packet:
-        """Return a broadcast as it was sent when `hold` was called, whatever ``packet`` brings now."""
-        return replace(packet, received=base.state[_HELD])
+    def with_copy(self, base: Base, packet: Packet) -> Packet:
+        """The round's broadcast with the values that `keep_copy` kept, whatever ``packet`` has now."""
+        return replace(packet, received=base.state[_COPY])
 
-    def onto_own(
-        self, base: Base, tensors: Mapping[str, Tensor], own: Mapping[str, Tensor], held: Mapping[str, Tensor]
+    def rebased(
+        self, base: Base, tensors: Mapping[str, Tensor], received: Mapping[str, Tensor], own: Mapping[str, Tensor]
     ) -> Mapping[str, Tensor]:
-        """Return a client's message, which changes the values ``held``, as changes of the server's ``own``."""
+        """A message of changes of the values that a client ``received``, as changes of the server's ``own``."""
         shifted = {
-            name: value + (own[name] - held[name])
+            name: value + (own[name] - received[name])
             for name, value in tensors.items()
             if name in own
             and name not in self._exact(base)
@@ -207,13 +207,13 @@ class Wire:
 
     def decode_down(self, base: Base, data: bytes) -> dict[str, Tensor]:
         """Return the broadcast that `down`'s encoding holds, on the CPU."""
-        held = {name: value.cpu() for name, value in base.state.get(_HELD, {}).items()}
+        reference = {name: value.cpu() for name, value in base.state.get(_COPY, {}).items()}
         arguments: dict[str, Any] = {"exact": self._exact(base), "own": self._algorithm.downlink(base)}
         if self.splits and data:
             data, announced = SplitPacket.parts(data)
             found = self.downlink.receive(data, **arguments)
             return {**found, **self.downlink.receive(announced, **arguments)}
-        return self.downlink.receive(data, reference=held, **arguments)
+        return self.downlink.receive(data, reference=reference, **arguments)
 
     def up(self, client: ClientContext, message: Message, received: Mapping[str, Tensor]) -> Packet:
         """Return a client's message as it is sent, and keep what error feedback adds to the next one.

@@ -6,7 +6,6 @@ it in, leaves its site out of the round, and the server as if that site had not 
 
 from __future__ import annotations
 
-import dataclasses
 import math
 import statistics
 import zlib
@@ -23,8 +22,6 @@ from lightning_lowrank.aggregation import KeepsArrivals
 from lightning_lowrank.compression import Codec, DecodingError, Packet, Schema
 from lightning_lowrank.federated.coordinator import Coordinator
 from lightning_lowrank.federated.failures import described
-from lightning_lowrank.federated.messages import Message as TensorMessage
-from lightning_lowrank.federated.state import ClientContext
 from lightning_lowrank.flower.messages import field_of, printable, read_upload, unpack
 
 __all__ = ["Expected", "Intake", "believed", "expect"]
@@ -61,13 +58,8 @@ def expect(coordinator: Coordinator, packets: Mapping[int, Packet], live: Mappin
     try:
         for client, packet in packets.items():
             info = coordinator.info(client)
-            # What the client's half leaves behind goes with the copies.
-            copied = dataclasses.replace(base, state=dict(base.state))
-            state = algorithm.stand_in(coordinator.server, info)
-            context = ClientContext(**vars(info), base=copied, model=live, state=state, steps=1)
             algorithm.configure(base, info)
-            algorithm.begin(context, TensorMessage(packet.received))
-            sent = algorithm.end(context)
+            sent = coordinator.untrained(info, packet.received, live)
             schema = Schema.of(sent.tensors, algorithm.upload_limits(base, info))
             expected[client] = Expected(schema, sent.codec, packet.received)
     finally:
@@ -187,7 +179,7 @@ class Intake:
             Exception: What the method raises, if leaving out a minority does not help.
         """
         coordinator = self.coordinator
-        coordinator.check_answers(len(self._taken))
+        coordinator.answers.check(len(self._taken))
         self._remember()
         try:
             coordinator.aggregate()
@@ -266,7 +258,7 @@ class Intake:
         """
         base, model = self.coordinator.server.base, self.coordinator.server.model
         known = {**model, **base.fresh_buffers, **expected.received}
-        origin = self.coordinator.origin(expected.received)
+        origin = self.coordinator.broadcasts.origin(expected.received)
         sparse = expected.codec is not None and expected.codec.sparse
         squares: dict[str, tuple[list[float], list[float]]] = {}
         names: dict[str, list[str]] = {}

@@ -39,9 +39,11 @@ from lightning_lowrank.federated.client_evaluation import FurtherModels
 from lightning_lowrank.federated.client_states import ClientStates
 from lightning_lowrank.federated.coordinator import Coordinator
 from lightning_lowrank.federated.data.planner import RoundPlan, RoundPlanner
+from lightning_lowrank.federated.exchange import Parts
 from lightning_lowrank.federated.failures import described
 from lightning_lowrank.federated.ledger import Ledger, dense_bytes
 from lightning_lowrank.federated.loop import FederatedLoop
+from lightning_lowrank.federated.privacy.mean import Drawing
 from lightning_lowrank.federated.safe_files import written_whole
 from lightning_lowrank.federated.site import SEED_IS_KNOWN
 from lightning_lowrank.federated.state import Server, trained_tensors
@@ -257,7 +259,7 @@ class RemoteRounds(Callback):
                 "study": self.study,
                 "signature": self._signature,
                 "members": self.members.state_dict(),
-                "there": sorted(self.members.connected.keys() - self.coordinator.failed.keys()),
+                "there": sorted(self.members.connected.keys() - self.coordinator.answers.failed.keys()),
                 "lost": sorted(self._lost | self._untold),
                 "intake": self._intake.state_dict(),
                 "pruned": self._pruned,
@@ -325,21 +327,20 @@ class RemoteRounds(Callback):
             self.algorithm.set_rank(client, rank)
         # Sites know nothing of the names that data in one place give.
         self.loop.name_clients(None, len(self.members.samples))
-        self._planner = RoundPlanner(
+        planner = self._planner = RoundPlanner(
             **self.loop.drawing(),
             batches=np.array(self.members.batches),
-            per_round=self.loop.cohort_size(len(self.members.samples)),
+            clients_per_round=self.loop.cohort_size(len(self.members.samples)),
         )
-        server.clients, drawn = self._planner.eligible, self._planner.drawn
+        server.clients, drawn = planner.eligible, planner.clients_per_round
         if self.min_sites > drawn:
             raise MisconfigurationException(f"min-sites={self.min_sites} is more than a round's {drawn} clients.")
-        self.coordinator = Coordinator(self.loop, server, self.members.samples, ClientStates(), self.ledger)
-        self.coordinator.check_cohort(drawn)
         privacy = self.loop.privacy
         if privacy is not None and not privacy.secure:
             raise MisconfigurationException(f"{privacy!r} {SEED_IS_KNOWN}")
-        rounds = None if trainer.max_epochs == -1 else trainer.max_epochs
-        self.coordinator.protect(drawn, self._planner.eligible, rounds)
+        drawing = Drawing(drawn, drawn, planner.eligible, None if trainer.max_epochs == -1 else trainer.max_epochs)
+        parts = Parts(self.loop, server, self.members.samples, ClientStates(), self.ledger, drawing)
+        self.coordinator = Coordinator(parts)
         self._intake = Intake(self.coordinator, self.norm_bound)
         if state is not None:
             self._intake.load_state_dict(state["sites"]["intake"])
@@ -382,7 +383,7 @@ class RemoteRounds(Callback):
         self._pruned = max(
             [self._pruned, *(each for each in self._broadcasts if each <= plan.round - self.keep_broadcasts)]
         )
-        self.coordinator.failed = outcome.failures
+        self.coordinator.answers.failed = outcome.failures
         if len(outcome.arrivals) < self.min_sites:
             self._intake.pass_over()
             outcome.arrivals = []
@@ -544,8 +545,8 @@ class RemoteRounds(Callback):
         secure: dict[int, SecureRequest] = {}
         packets: dict[int, Packet] = {}
         acknowledged: dict[int, int] = {}
-        if coordinator.broadcasts_to_all:
-            self._broadcasts[plan.round] = coordinator.broadcast(coordinator.any_client).encode()
+        if coordinator.broadcasts.reach_all:
+            self._broadcasts[plan.round] = coordinator.broadcasts.packet(coordinator.any_client).encode()
         for client in plan.clients:
             if client in outcome.arrivals:
                 continue
@@ -556,7 +557,7 @@ class RemoteRounds(Callback):
             if self.members.heard[client] < self._pruned:
                 outcome.failures[client] = self._too_late(client)
                 continue
-            packets[client] = coordinator.broadcast(coordinator.info(client))
+            packets[client] = coordinator.broadcasts.packet(coordinator.info(client))
             data = packets[client].encode()
             missed = self._missed(client, before=plan.round)
             payloads = {**missed, plan.round: data} if data else missed

@@ -1,7 +1,7 @@
 """One site: the recipe's module trained on the site's own data, one client and one round at a time.
 
-The site runs `FederatedLoop` itself, with the partition reduced to its client, and with a `SiteCoordinator` in the
-server's place. Batches, augmentation and dropout are therefore those of the simulation.
+The site runs `FederatedLoop` itself, with the partition reduced to its client, and with a `SiteExchange`. Batches,
+augmentation and dropout are therefore those of the simulation.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ from lightning_lowrank.cli.account import Spending
 from lightning_lowrank.cli.approval import filled, read_plain
 from lightning_lowrank.compression import Dense, Packet
 from lightning_lowrank.federated import client_states
-from lightning_lowrank.federated.coordinator import Coordinator
 from lightning_lowrank.federated.data.indices import ClientIndices
 from lightning_lowrank.federated.data.partitions import Partition
 from lightning_lowrank.federated.data.planner import RoundPlan
+from lightning_lowrank.federated.exchange import Exchange, Parts
 from lightning_lowrank.federated.failures import described
 from lightning_lowrank.federated.loop import FederatedLoop
 from lightning_lowrank.federated.messages import Message
-from lightning_lowrank.federated.site import SiteCoordinator
+from lightning_lowrank.federated.site import SiteExchange
 from lightning_lowrank.federated.state import Base, ClientContext, State, copy_into, trained_tensors
 from lightning_lowrank.flower.messages import signature, take_options
 from lightning_lowrank.flower.policy import Policy
@@ -254,8 +254,8 @@ class Site:
         kept.followed = number
         kept.pending = {later: data for later, data in kept.pending.items() if later > number}
         kept.upload, kept.secure = _tensor(self.round.upload), secure
-        kept.client = loop.coordinator.states[self.client]
-        self._keep_base(loop.coordinator)
+        kept.client = loop.exchange.states[self.client]
+        self._keep_base(loop.exchange)
         self._save()
         return self.round.upload
 
@@ -279,7 +279,7 @@ class Site:
             )
         if self._rank is not None:
             loop.algorithm.set_rank(self.client, self._rank)
-        loop.make_coordinator = functools.partial(_FlowerCoordinator, self)
+        loop.make_exchange = functools.partial(_FlowerExchange, self)
         loop.execution, loop.chunk_size, loop.summary = "sequential", None, False
         # The server goes on without a site that fails.
         loop.on_client_error, loop.min_clients = "raise", 1
@@ -322,9 +322,9 @@ class Site:
             self._spending.charge(mechanism, steps)
         self.epsilon = epsilon
 
-    def restore(self, coordinator: Coordinator) -> None:
+    def restore(self, exchange: Exchange) -> None:
         """Give a base that is new what this site has followed before."""
-        base = coordinator.server.base
+        base = exchange.server.base
         if base is self._base:
             return
         self._base = base
@@ -332,12 +332,12 @@ class Site:
         self._signature = signature(base.module, self._recipe)
         base.state = dict(self._kept.base)
         copy_into(dict(base.module.named_parameters()), self._kept.frozen)
-        coordinator.states[self.client] = self._kept.client
+        exchange.states[self.client] = self._kept.client
 
-    def _keep_base(self, coordinator: Coordinator) -> None:
+    def _keep_base(self, exchange: Exchange) -> None:
         """Keep what broadcasts have changed; the rest of the base each process makes from the recipe."""
-        base = coordinator.server.base
-        if coordinator.wire.holds_copy or coordinator.algorithm.announces:
+        base = exchange.server.base
+        if exchange.wire.shares_copy or exchange.algorithm.announces:
             self._kept.base = base.state
         if base.state.get("folded"):
             self._kept.frozen = {
@@ -375,11 +375,11 @@ class Site:
         client_states.save(vars(self._kept), self._file, self._file.with_suffix(f".{secrets.token_hex(8)}.part"))
 
 
-class _FlowerCoordinator(SiteCoordinator):
+class _FlowerExchange(SiteExchange):
     """Hands on what the site's `_Round` holds."""
 
-    def __init__(self, site: Site, *parts: Any) -> None:
-        super().__init__(*parts)
+    def __init__(self, site: Site, parts: Parts) -> None:
+        super().__init__(parts)
         self._site = site
 
     def setup(self, continues: bool = False) -> None:
@@ -412,7 +412,7 @@ class _FlowerCoordinator(SiteCoordinator):
             policy.check_change(packet.received, reference, exact)
         return packet
 
-    def upload(self, packet: Packet) -> None:
+    def receive(self, client: ClientContext, packet: Packet) -> None:
         """Encode what the client sends."""
         if self._site.round.secure:
             reference = self.algorithm.reference(self.server.base, self.received)

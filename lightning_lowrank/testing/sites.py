@@ -10,7 +10,6 @@ import copy
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -21,10 +20,10 @@ from lightning_lowrank.federated import FederatedLoop
 from lightning_lowrank.federated.client_states import flatten_state, unflatten_state
 from lightning_lowrank.federated.coordinator import Coordinator
 from lightning_lowrank.federated.data.planner import RoundPlan
+from lightning_lowrank.federated.exchange import Parts
 from lightning_lowrank.federated.messages import Message
-from lightning_lowrank.federated.site import SiteCoordinator
+from lightning_lowrank.federated.site import SiteExchange
 from lightning_lowrank.federated.state import ClientContext, ClientInfo, trained_tensors
-from lightning_lowrank.federated.wire import Wire
 from lightning_lowrank.internals.lightning import make_one_epoch
 from lightning_lowrank.testing.experiment import Experiment
 from lightning_lowrank.testing.require import require
@@ -65,43 +64,35 @@ class Tape:
 
     def attach(self, loop: FederatedLoop) -> None:
         """Have a loop record its run."""
-        loop.make_coordinator = partial(_Recorder, self)
+        loop.make_exchange = partial(_Recorder, self)
 
 
 class _Recorder(Coordinator):
-    def __init__(self, tape: Tape, *parts: Any) -> None:
-        super().__init__(*parts)
+    def __init__(self, tape: Tape, parts: Parts) -> None:
+        super().__init__(parts)
         self._tape = tape
-        self.wire = _RecordingWire(tape, self.algorithm, self.settings.uplink, self.settings.downlink)
 
     def begin_round(self, plan: RoundPlan, live: Mapping[str, Tensor], idle: int) -> None:
         self._tape.plans.append((plan, idle))
         super().begin_round(plan, live, idle)
-        if self.broadcasts_to_all:
-            self._tape.heard[plan.round] = super().broadcast(self.info(plan.clients[0])).encode()
+        if self.broadcasts.reach_all:
+            self._tape.heard[plan.round] = self.broadcasts.packet(self.any_client).encode()
 
-    def broadcast(self, client: ClientInfo) -> Packet:
-        packet = super().broadcast(client)
-        self._tape.down[client.round, client.id] = Transfer.of(packet)
-        return packet
+    def send(self, client: ClientInfo) -> Message:
+        self._tape.down[client.round, client.id] = Transfer.of(self.broadcasts.packet(client))
+        return super().send(client)
 
-
-class _RecordingWire(Wire):
-    def __init__(self, tape: Tape, *parts: Any) -> None:
-        super().__init__(*parts)
-        self._tape = tape
-
-    def up(self, client: ClientContext, message: Message, received: Mapping[str, Tensor]) -> Packet:
-        packet = super().up(client, message, received)
+    def pack(self, client: ClientContext, message: Message) -> Packet:
+        packet = super().pack(client, message)
         self._tape.up[client.round, client.id] = Transfer.of(packet, message.codec)
         return packet
 
 
-class _Site(SiteCoordinator):
+class _Site(SiteExchange):
     """A client of its own, which hears and sends what is on the tape."""
 
-    def __init__(self, tape: Tape, followed: set[int], *parts: Any) -> None:
-        super().__init__(*parts)
+    def __init__(self, tape: Tape, followed: set[int], parts: Parts) -> None:
+        super().__init__(parts)
         self._tape = tape
         self._followed = followed
         self.sent: Transfer | None = None
@@ -120,7 +111,7 @@ class _Site(SiteCoordinator):
                 taped = self._tape.down.get((number, client))
                 yield self._tape.heard.get(number, b"") if taped is None else taped.data
 
-    def upload(self, packet: Packet) -> None:
+    def receive(self, client: ClientContext, packet: Packet) -> None:
         self.sent = Transfer.of(packet)
 
 
@@ -134,7 +125,7 @@ def replay_client(experiment: Experiment, tape: Tape, client: int, data: TensorD
     """
     module, followed = experiment.module(dtype=data.tensors[0].dtype), set[int]()
     loop = experiment.loop(participants=[[client]] * len(tape.plans))
-    loop.make_coordinator = partial(_Site, tape, followed)
+    loop.make_exchange = partial(_Site, tape, followed)
     trainer, loader = experiment.trainer(loop), DataLoader(data, batch_size=4, shuffle=True)
     for plan, _ in tape.plans:
         if client not in plan.clients:
@@ -142,7 +133,7 @@ def replay_client(experiment: Experiment, tape: Tape, client: int, data: TensorD
         loop.algorithm = experiment.make()
         make_one_epoch(trainer, plan.round)
         trainer.fit(module, loader)
-        site = loop.coordinator
+        site = loop.exchange
         assert isinstance(site, _Site)
         assert site.sent is not None
         sent, expected = site.sent, tape.up[plan.round, client]
@@ -169,7 +160,7 @@ def replay_server(experiment: Experiment, tape: Tape, data: TensorDataset, expec
         coordinator.begin_round(plan, live, idle)
         for client in plan.clients:
             where = f"the server, run on its own with nothing but clients' messages, sends in round {plan.round}"
-            packet, taped = coordinator.broadcast(coordinator.info(client)), tape.down[plan.round, client]
+            packet, taped = coordinator.broadcasts.packet(coordinator.info(client)), tape.down[plan.round, client]
             _require_same(packet.received, taped.received, f"{where} to client {client}")
             require(packet.encode() == taped.data, f"{where} other bytes to client {client} than in the simulation")
         for client in plan.clients:

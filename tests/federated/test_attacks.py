@@ -31,7 +31,7 @@ from lightning_lowrank import (
     SignFlip,
     TrimmedMean,
 )
-from lightning_lowrank.federated.attacks import LabelPoison, hidden_deviations
+from lightning_lowrank.federated.attacks import Attackers, LabelPoison, hidden_deviations
 from tests.algorithms.written_out import (
     CLIENTS,
     EXECUTIONS,
@@ -109,7 +109,7 @@ ATTACKS = {
 def test_attack_is_what_is_written_out(tmp_path, attack, forge, poisoned, execution):
     ended, loop = federated(tmp_path, FedAvg(), execution, attackers=attack)
     assert_close(ended, by_hand(attack.clients, forge, poisoned), tolerance=1e-7)
-    assert loop.coordinator.attackers == {*attack.clients}
+    assert loop.coordinator.find(Attackers).members == {*attack.clients}
 
 
 @pytest.mark.slow
@@ -352,7 +352,7 @@ def test_a_cohort_that_shrinks_too_far_is_refused(tmp_path):
         federated(tmp_path, FedAvg(), aggregator=TrimmedMean(1), **settings)
     # A share of two is none.
     _, loop = federated(tmp_path, FedAvg(), aggregator=TrimmedMean(0.34), **settings)
-    assert list(loop.coordinator.failed) == [3]
+    assert list(loop.coordinator.answers.failed) == [3]
 
 
 @pytest.mark.slow

@@ -22,7 +22,7 @@ from lightning_lowrank import (
     TopK,
 )
 from lightning_lowrank.aggregation import KeepsArrivals, WeightedMean
-from lightning_lowrank.federated.coordinator import Coordinator
+from lightning_lowrank.federated.broadcasts import Broadcasts
 from lightning_lowrank.federated.wire import Wire
 from tests.algorithms.written_out import (
     CLIENTS,
@@ -86,7 +86,7 @@ def test_a_broadcast_is_encoded_once_for_each_client(tmp_path, monkeypatch, exec
 
     monkeypatch.setattr(Wire, "_down", counting)
     for remembers in (True, False):
-        monkeypatch.setattr(Coordinator, "_keep", Coordinator._keep if remembers else lambda *arguments: None)
+        monkeypatch.setattr(Broadcasts, "keep", Broadcasts.keep if remembers else lambda *arguments: None)
         encoded.clear()
         module = Module()
         loop = FederatedLoop(
@@ -113,7 +113,7 @@ def test_clients_together_hold_one_copy_of_what_all_were_sent(tmp_path, method):
 
     loop = FederatedLoop(method(), clients=4, uplink=[Half()], execution="vectorized", summary=False)
     module = fit(trainer(tmp_path, loop, limit_val_batches=0, max_epochs=2), Looks(), Data())
-    names = len(loop.coordinator.message(loop.coordinator.info(0)).tensors)
+    names = len(loop.coordinator.broadcasts.message(loop.coordinator.info(0)).tensors)
     assert set(held) == {(4, names)}
     assert all(value.isfinite().all() for value in weights(module).values())
 

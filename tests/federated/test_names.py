@@ -7,6 +7,7 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch.utils.data import TensorDataset
 
 from lightning_lowrank import ByKey, FedAvg, FederatedLoop, FedPer, FromIndices, SystemModel, Trace, load_dense
+from lightning_lowrank.federated.system import Clock
 from lightning_lowrank.interop.checkpoints import dense_checkpoint
 from tests.helpers import Data, Module, assert_same, blobs, fit, trainer, weights
 
@@ -139,7 +140,7 @@ def test_a_trace_is_joined_by_name(tmp_path):
     system = SystemModel(bandwidth=Trace(file, "kbps", client="device"))
     assert system.draw(3, 0, NAMES)["up"] == [1.0, 2.0, 10.0]
     _, loop = run(tmp_path, system=system)
-    assert [each.up for each in loop.coordinator.clock._clients] == [1.0, 2.0, 10.0]
+    assert [each.up for each in loop.coordinator.find(Clock)._clients] == [1.0, 2.0, 10.0]
 
 
 def test_a_trace_by_row_is_refused_where_a_column_has_the_names(tmp_path):

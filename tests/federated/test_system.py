@@ -153,7 +153,7 @@ def count(tmp_path, algorithm, module=None, callbacks=(), clients=4, client=0, *
     parts = [range(start, start + 8) for start in range(0, 8 * clients, 8)]
     system = SystemModel(speed=1.0)
     _, loop, _ = run(tmp_path, algorithm, system, module, callbacks, rounds=1, parts=parts, **settings)
-    return loop.coordinator.clock.operations.of_sample(loop.coordinator.info(client))
+    return loop.coordinator.find(Clock).operations.of_sample(loop.coordinator.info(client))
 
 
 @pytest.mark.slow
@@ -232,7 +232,7 @@ def test_parts_that_thaw_are_counted_from_then_on(tmp_path):
         trained = lambda values: torch.optim.SGD([each for each in values if each.requires_grad], lr=0.1)  # noqa: E731
         module, system = Module(optimizer=trained), SystemModel(speed=1.0)
         _, loop, _ = run(tmp_path, system=system, module=module, callbacks=[Thaw()], rounds=rounds)
-        return loop.coordinator.clock.operations.of_sample(loop.coordinator.info(0))
+        return loop.coordinator.find(Clock).operations.of_sample(loop.coordinator.info(0))
 
     # Without its weight's gradient, and that of the second layer's input.
     assert operations(1) == FORWARD + BACKWARD - 2 * math.prod(LAYERS[0]) - 2 * math.prod(LAYERS[1])
@@ -257,7 +257,7 @@ def test_steps_are_counted_on_what_reaches_them(tmp_path):
 
     loop = FederatedLoop(FedAvg(), clients=2, system=SystemModel(speed=1e6), summary=False)
     fit(trainer(tmp_path, loop, max_epochs=1, precision="64-true"), Twice(network(12)), Data())
-    counted = loop.coordinator.clock.operations.of_sample(loop.coordinator.info(0))
+    counted = loop.coordinator.find(Clock).operations.of_sample(loop.coordinator.info(0))
     # The first layer's forward pass and its weight's gradient are of twice the size.
     assert counted == FORWARD + BACKWARD + 4 * math.prod(LAYERS[0])
 
@@ -315,7 +315,7 @@ def test_a_resumed_run_has_the_same_times(tmp_path, execution):
         )
         fitted = trainer(tmp_path, *callbacks, loop, max_epochs=2)
         fit(fitted, Module(), Data(blobs(61)), **arguments)
-        return loop.coordinator.clock.state_dict(), loop.ledger.state_dict()
+        return loop.coordinator.find(Clock).state_dict(), loop.ledger.state_dict()
 
     whole = times(every)
     assert 0 < whole[0]["late"] < 3

@@ -191,7 +191,7 @@ def test_a_downlink_with_error_feedback_is_that_of_ef21p(tmp_path, share):
     expected, twin = run(tmp_path, partial(EF21P, share, 1.0))
     plain.close(module.net, expected.net)
     for name, value in twin.server.base.state["held"].items():
-        torch.testing.assert_close(loop.server.base.state["wire.held"][name], value, rtol=1e-10, atol=1e-10)
+        torch.testing.assert_close(loop.server.base.state["wire.copy"][name], value, rtol=1e-10, atol=1e-10)
     size = len(sparse["downlink"][0].encode(dict(loop.server.model)))
     assert loop.ledger.total_down == size * sum(map(len, PARTICIPANTS))
     assert loop.ledger.total_idle == size * sum(4 - len(clients) for clients in PARTICIPANTS)
@@ -399,5 +399,5 @@ def test_a_mask_of_minus_infinity_drops_no_client(tmp_path, codecs, execution):
     loop = FederatedLoop(FedAvg(), clients=3, uplink=codecs, execution=execution, summary=False, seed=0)
     module = Masked()
     fit(trainer(tmp_path, loop, max_epochs=2, limit_val_batches=0), module, Data())
-    assert not loop.coordinator.failed
+    assert not loop.coordinator.answers.failed
     assert torch.equal(module.mask, torch.full((3, 3), -torch.inf).triu(1))

@@ -88,7 +88,7 @@ class Target:
         live = trained_tensors(module)
         self.coordinator.begin_round(plan, live, idle)
         self.clients = plan.clients
-        packets = {client: self.coordinator.broadcast(self.coordinator.info(client)) for client in plan.clients}
+        packets = {client: self.coordinator.broadcasts.packet(self.coordinator.info(client)) for client in plan.clients}
         self.expected: dict[int, Expected] = expect(self.coordinator, packets, live)
         self.uploads = {client: tape.up[0, client].data for client in plan.clients}
         self.steps = [1] * len(self.coordinator.samples)

@@ -329,15 +329,15 @@ def test_what_samples_have_cost_counts_over_studies_and_lost_files(tmp_path, mon
     assert epsilons() == [first, second]
     assert spending.epsilon(1e-6) == second
     # A round that fails when it has been paid for stays counted: a server could have rounds fail without end.
-    upload = site._FlowerCoordinator.upload
+    upload = site._FlowerExchange.receive
 
-    def fails(coordinator, packet):
-        if coordinator._site.client == 0:
+    def fails(exchange, client, packet):
+        if exchange._site.client == 0:
             raise RuntimeError("the disk is full")
-        upload(coordinator, packet)
+        upload(exchange, client, packet)
 
     with monkeypatch.context() as patched:
-        patched.setattr(site._FlowerCoordinator, "upload", fails)
+        patched.setattr(site._FlowerExchange, "receive", fails)
         run("max_epsilon: 1000.0", 1)
     assert spending.epsilon(1e-6) > second
     # Without the account, or with a damaged one, no study begins here.

@@ -84,7 +84,7 @@ def test_some_ranks_are_uploaded(tmp_path, execution):
     low_rank = LowRank(MatrixProduct(), rank=2, alpha=2, init="lora", summary=False)
     loop = loop_of(FedLoRA(LoRAA2(), upload_ranks=[1, 3]), execution=execution)
     fitted(tmp_path, loop, low_rank)
-    assert not loop.coordinator.failed
+    assert not loop.coordinator.answers.failed
 
 
 @pytest.mark.parametrize("execution", ["sequential", "vectorized"])
@@ -96,7 +96,7 @@ def test_kept_moments_are_there_in_a_second_fit(tmp_path, execution):
     # With another trainer nothing would be kept.
     made.fit_loop.max_epochs = 3
     fit(made, module, Data())
-    assert not loop.coordinator.failed
+    assert not loop.coordinator.answers.failed
     for _, kept in loop.coordinator.states.items():
         moments = kept["optimizers"][0]
         assert {float(each["step"]) for each in moments.values()} == {3 * 24 / 8}
@@ -118,7 +118,7 @@ def test_every_method_does_without_float64(tmp_path, name, execution):
             if "execution='vectorized'" not in str(error):
                 raise
             pytest.skip(str(error))
-    assert not loop.coordinator.failed
+    assert not loop.coordinator.answers.failed
     assert all(value.isfinite().all() for value in weights(module).values())
 
 
@@ -340,7 +340,7 @@ def test_attention_steps_together_under_autocast(tmp_path, mixed):
         parts["plugins"] = [MixedPrecision("bf16-mixed", device.NAME)]
         loop = loop_of(execution=execution)
         ends.append(weights(fitted(tmp_path, loop, module=Module(Attends(mixed)), **parts)))
-        assert not loop.coordinator.failed
+        assert not loop.coordinator.answers.failed
     for name, value in ends[0].items():
         moved = (value - start[name]).norm()
         assert (ends[1][name] - value).norm() <= 0.1 * moved + 1e-4, name
@@ -486,4 +486,6 @@ def test_what_a_dropped_chunk_has_logged_counts(tmp_path):
     fit(made, Failing(), Data())
     assert made.callback_metrics["federated/failed"] == 2
     # The clients of the other chunk have logged all their steps, those of this one their first.
-    assert made.callback_metrics["one"] == 2 + sum(-(-len(parts[client]) // 8) for client in loop.coordinator.answered)
+    assert made.callback_metrics["one"] == 2 + sum(
+        -(-len(parts[client]) // 8) for client in loop.coordinator.answers.answered
+    )

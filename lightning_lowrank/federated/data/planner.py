@@ -107,11 +107,11 @@ class RoundPlanner:
     Args:
         seed: Seed of the experiment.
         batches: Batches of each client of the partition in a round, an array; a client with none is never drawn.
-        per_round: Clients to draw, a count.
+        clients_per_round: Clients to draw, a count; at most those that can be drawn.
         sampling_weights: As for `FederatedSettings`, like `participants` and `availability`.
         failure_probability: Chance that a drawn client never answers.
-        poisson: Whether each client is drawn on its own, so that a round has ``per_round`` clients on average. A round
-            that nobody trains in has one turn without a client.
+        poisson: Whether each client is drawn on its own, so that a round has ``clients_per_round`` clients on average.
+            A round that nobody trains in has one turn without a client.
         sampling_seed: Returns the seed by which clients are drawn, given ``seed``; by default that.
         truncate: Largest number of batches in a round (Lightning's ``fast_dev_run``).
         chunk_size: Largest number of clients that step together; 1 for one after another.
@@ -121,14 +121,14 @@ class RoundPlanner:
         processes: Number of processes that share a round.
 
     Example:
-        >>> plan = RoundPlanner(seed=0, batches=np.array([2, 0, 3]), per_round=2).plan(0)
+        >>> plan = RoundPlanner(seed=0, batches=np.array([2, 0, 3]), clients_per_round=2).plan(0)
         >>> plan.clients, plan.batches, plan.turns
         ((0, 2), (2, 3), 2)
     """
 
     seed: int
     batches: np.ndarray
-    per_round: int
+    clients_per_round: int
     sampling_weights: Sequence[float] | None = None
     participants: Sequence[Sequence[int]] | None = None
     availability: Sequence[float] | Callable[[int, int], float] | None = None
@@ -141,6 +141,10 @@ class RoundPlanner:
     group_key: Callable[[int, int], Hashable] = lambda client, round_number: None
     process: int = 0
     processes: int = 1
+
+    def __post_init__(self) -> None:
+        """Draw no more clients than can be drawn."""
+        object.__setattr__(self, "clients_per_round", min(self.clients_per_round, self.eligible))
 
     def plan(self, round_number: int, chunks: Sequence[Sequence[int]] | None = None) -> RoundPlan:
         """Return the plan of one round.
@@ -175,10 +179,10 @@ class RoundPlanner:
         size = self.chunk_size if chunk_size is None else chunk_size
         planner = replace(self, chunk_size=size, process=0, processes=1)
         plan = planner.plan(0)
-        if not self.poisson or len(plan.clients) >= min(size, self.drawn):
+        if not self.poisson or len(plan.clients) >= min(size, self.clients_per_round):
             return plan.chunks
         ids = np.flatnonzero(self._can_be_drawn())
-        largest = ids[np.lexsort((ids, -self.samples[ids], -self.batches[ids]))][: self.drawn]
+        largest = ids[np.lexsort((ids, -self.samples[ids], -self.batches[ids]))][: self.clients_per_round]
         count = {client: int(self.batches[client]) for client in largest.tolist()}
         return tuple(
             Chunk(tuple(clients), tuple(count[client] for client in clients)) for clients in planner._grouped(0, count)
@@ -237,11 +241,6 @@ class RoundPlanner:
             return self.eligible
         return len({client for clients in self.participants for client in clients})
 
-    @property
-    def drawn(self) -> int:
-        """Number of clients that a round draws, on average or exactly, where all are available."""
-        return min(self.per_round, self.eligible)
-
     def _grouped(self, round_number: int, batches: Mapping[int, int]) -> list[list[int]]:
         """Group clients of a kind with about as many batches; the longest come first."""
         if self.chunk_size == 1:
@@ -275,8 +274,8 @@ class RoundPlanner:
         seed = self.seed if self.sampling_seed is None else self.sampling_seed(self.seed)
         if self.poisson:
             chances = _chances(len(self.batches), seed, "sampling", round_number)
-            return ids[chances[ids] < min(1.0, self.per_round / len(ids))].tolist()
-        count = min(self.per_round, len(ids))
+            return ids[chances[ids] < min(1.0, self.clients_per_round / len(ids))].tolist()
+        count = min(self.clients_per_round, len(ids))
         weights = np.ones(len(ids)) if self.sampling_weights is None else np.asarray(self.sampling_weights)[ids]
         draws = generator(seed, "sampling", round_number)
         chosen = torch.multinomial(torch.from_numpy(weights.astype(np.float64)), count, generator=draws)

@@ -310,7 +310,7 @@ class RoundData:
         settings, trainer, limit = self.settings, self._trainer, self._limit
         truncate = int(trainer.fast_dev_run) or None
         samples = indices.sizes.numpy()
-        per_round = settings.cohort_size(len(samples))
+        clients_per_round = settings.cohort_size(len(samples))
         once = batches_of(samples, loader)
         batches = np.where(once > 0, settings.local_steps or settings.local_epochs * once, 0)
         for client in settings.clients_with_settings(len(samples)):
@@ -339,7 +339,7 @@ class RoundData:
         return RoundPlanner(
             **settings.drawing(),
             batches=batches,
-            per_round=per_round,
+            clients_per_round=clients_per_round,
             failure_probability=settings.client_dropout,
             truncate=truncate,
             chunk_size=self.chunk_size,

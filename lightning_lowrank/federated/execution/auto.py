@@ -14,11 +14,11 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
 from rich.console import Console
 
-from lightning_lowrank.federated.coordinator import Coordinator
 from lightning_lowrank.federated.data.planner import Chunk
 from lightning_lowrank.federated.data.round_loader import RoundLoader
 from lightning_lowrank.federated.data.rounds import RoundData
 from lightning_lowrank.federated.data.sampling import NeedsPoissonBatches
+from lightning_lowrank.federated.exchange import Exchange
 from lightning_lowrank.federated.execution.base import Execution
 from lightning_lowrank.federated.execution.channels_last import ChannelsLast
 from lightning_lowrank.federated.execution.comparison import difference
@@ -52,7 +52,7 @@ _T = TypeVar("_T")
 
 def choose_execution(
     trainer: Any,
-    coordinator: Coordinator,
+    exchange: Exchange,
     data: RoundData,
     processes: ClientParallelStrategy | None,
     restored: Mapping[str, Any] | None,
@@ -62,14 +62,14 @@ def choose_execution(
 
     Args:
         trainer: The trainer, with its optimizers set up.
-        coordinator: The server's half.
+        exchange: The exchange of the clients' messages.
         data: The divided training set.
         processes: Connects the processes that share rounds, if there are several.
         restored: The loop's state in the checkpoint that the fit is resumed from, if any.
         previous: The execution of the fit that this one goes on from, if any.
     """
-    wanted: str = coordinator.settings.execution
-    size = coordinator.settings.chunk_size or 0
+    wanted: str = exchange.settings.execution
+    size = exchange.settings.chunk_size or 0
     reason = "" if wanted == "sequential" else unsupported_reason(trainer, trainer.lightning_module)
     if wanted == "vectorized" and reason:
         raise MisconfigurationException(
@@ -95,8 +95,8 @@ def choose_execution(
             choice = _fastest(trainer, data, _TRIED_STEPS, reason)
         else:
             reason, size = _compared(trainer, data, size)
-            defers = not steps_are_seen(trainer, coordinator.algorithm)
-            choice = _fastest(trainer, data, size, reason, defers, coordinator.settings.compile)
+            defers = not steps_are_seen(trainer, exchange.algorithm)
+            choice = _fastest(trainer, data, size, reason, defers, exchange.settings.compile)
         wanted, channels_last, said = choice if processes is None else processes.broadcast(choice)
         if trainer.is_global_zero:
             Console().print(f"execution='auto': {said}", highlight=False, soft_wrap=True)
@@ -105,7 +105,7 @@ def choose_execution(
         size = 1
     elif not size:
         size = data.chunk_size if data.chunk_size > 1 else 0 if restored is None else restored["chunk_size"]
-    if coordinator.settings.execution == "vectorized":
+    if exchange.settings.execution == "vectorized":
         reason, size = _compared(trainer, data, size)
         reason = reason if processes is None else processes.broadcast(reason)
         if reason:
@@ -115,15 +115,15 @@ def choose_execution(
             )
     # A fit that goes on has compared nothing.
     size = size or chunk_size_that_fits(trainer, data)
-    if kind.stacked and not coordinator.settings.chunk_size and processes is not None:
+    if kind.stacked and not exchange.settings.chunk_size and processes is not None:
         size = min(processes.gather(size))
     data.use(kind.stacked, size)
-    execution = kind(trainer, coordinator)
+    execution = kind(trainer, exchange)
     execution.channels_last = channels_last
     if isinstance(execution, Vectorized):
         execution.compare = functools.partial(_difference, trainer, data, size, processes)
-        if coordinator.settings.compile:
-            execution.compile(min(size, data.planner.drawn), data.loader.batch_size)
+        if exchange.settings.compile:
+            execution.compile(min(size, data.planner.clients_per_round), data.loader.batch_size)
     return execution
 
 

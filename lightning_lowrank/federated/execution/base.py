@@ -14,8 +14,8 @@ from torch import Tensor
 
 from lightning_lowrank.federated.algorithm import LocalStep, inherits
 from lightning_lowrank.federated.client_optimizers import ClientOptimizers
-from lightning_lowrank.federated.coordinator import Coordinator
 from lightning_lowrank.federated.data.planner import Chunk
+from lightning_lowrank.federated.exchange import Exchange
 from lightning_lowrank.federated.failures import ClientsFailed, turn_of
 from lightning_lowrank.federated.leaks import OfTheRun
 from lightning_lowrank.federated.logbook import Logbook
@@ -59,13 +59,13 @@ class Execution(OfTheRun, ABC):
     channels_last: bool = False
     """Whether training steps see images with their channels last in memory, which checkpoints keep."""
 
-    def __init__(self, trainer: Any, coordinator: Coordinator) -> None:
+    def __init__(self, trainer: Any, exchange: Exchange) -> None:
         self.trainer = trainer
         self.module: pl.LightningModule = trainer.lightning_module
-        self.coordinator = coordinator
-        self.settings = coordinator.settings
-        self.algorithm = coordinator.algorithm
-        self.base = coordinator.server.base
+        self.exchange = exchange
+        self.settings = exchange.settings
+        self.algorithm = exchange.algorithm
+        self.base = exchange.server.base
         self.live: dict[str, Tensor] = {}
         self.chunk: Chunk
         self.clients: list[ClientContext] = []
@@ -163,7 +163,7 @@ class Execution(OfTheRun, ABC):
 
     def _contexts(self, chunk: Chunk, model: Callable[[int], Mapping[str, Tensor]]) -> list[ClientContext]:
         contexts = [
-            self.coordinator.context(client, model(place), steps)
+            self.exchange.context(client, model(place), steps)
             for place, (client, steps) in enumerate(zip(chunk.clients, chunk.batches, strict=True))
         ]
         self.before = {client.id: copied_state(client.state) for client in contexts}
@@ -178,7 +178,7 @@ class Execution(OfTheRun, ABC):
         with turn_of(client.id):
             self.algorithm.begin(client, message)
             self._begin_extras(client)
-            self.coordinator.began(client)
+            self.exchange.began(client)
 
     def _begin_extras(self, client: ClientContext) -> None:
         """Do what the settings ask for beside the method."""
@@ -193,15 +193,13 @@ class Execution(OfTheRun, ABC):
         """Hand over what a client sends, or return why it sends nothing."""
         try:
             with turn_of(client.id):
-                packet = self.coordinator.pack(client, self.algorithm.end(client))
+                packet = self.exchange.pack(client, self.algorithm.end(client))
         except ClientsFailed as failed:
             return failed.error
-        refused = self.coordinator.refused(client, packet.nbytes)
-        if refused is not None:
-            return refused
-        self.coordinator.receive(client, packet)
-        self._keep_buffers(client)
-        return None
+        refused = self.exchange.receive(client, packet)
+        if refused is None:
+            self._keep_buffers(client)
+        return refused
 
     def _keep_buffers(self, client: ClientContext) -> None:
         if self.settings.buffers == "local":

@@ -57,7 +57,7 @@ class Sequential(Execution):
     def open(self, chunk: Chunk) -> dict[int, Exception]:
         """Make the module the chunk's one client."""
         client = self._install(chunk)
-        self._begin_client(client, self.coordinator.send(self.coordinator.info(client.id)))
+        self._begin_client(client, self.exchange.send(self.exchange.info(client.id)))
         self.optimizers.begin([client.state], stacked=False)
         return {}
 
@@ -111,5 +111,5 @@ class Sequential(Execution):
 
     def abandon(self) -> None:
         """Leave nothing of the client, and the global model in the module."""
-        self.coordinator.show_global(self.live)
+        self.exchange.show_global(self.live)
         self.clients, self.round_state = [], {}

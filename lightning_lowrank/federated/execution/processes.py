@@ -29,6 +29,7 @@ from rich.console import Console
 from torch import Tensor
 from torch.nn.parameter import is_lazy
 from torchmetrics import Metric
+from typing_extensions import override
 
 from lightning_lowrank.federated.algorithm import Algorithm, inherits
 from lightning_lowrank.federated.client_optimizers import ClientOptimizers
@@ -36,6 +37,7 @@ from lightning_lowrank.federated.client_states import flatten_state, unflatten_s
 from lightning_lowrank.federated.coordinator import Coordinator
 from lightning_lowrank.federated.data.planner import RoundPlan
 from lightning_lowrank.federated.data.rounds import RoundData
+from lightning_lowrank.federated.exchange import Parts
 from lightning_lowrank.federated.messages import Message
 from lightning_lowrank.federated.stages import Arrival
 from lightning_lowrank.federated.state import ClientInfo
@@ -297,7 +299,7 @@ def check_processes(
                     f"the {name} of process {rank} is another than that of process {trainer.global_rank}: give all"
                     " processes the same data and arguments, with a seed for whatever is drawn."
                 )
-    per_round = data.planner.drawn
+    per_round = data.planner.clients_per_round
     if trainer.world_size > per_round and trainer.is_global_zero:
         Console().print(
             f"client_parallel: {trainer.world_size} processes share rounds of {per_round} clients, so that"
@@ -343,33 +345,32 @@ class _Share:
 class SharedCoordinator(Coordinator):
     """The server's half in each of several processes, which exchange at a round's end what has arrived.
 
-    Every process holds the same server and plans the same round. What clients send waits until all processes have
-    trained theirs, so that the method sees what it would see in a single process.
+    Every process holds the same server and plans the same round. Arrivals wait until all processes have trained their
+    clients, so that the stages and the method see what they would see in a single process.
 
     Args:
         strategy: Connects the processes.
-        trainer: The trainer, whose counts of steps are brought to those of one process.
-        *parts: As for `Coordinator`.
+        trainer: The trainer, whose counts of steps become those of one process.
+        parts: What it connects.
     """
 
     averages_models = False
+    has_all_answers = False
 
-    def __init__(self, strategy: ClientParallelStrategy, trainer: Any, *parts: Any) -> None:
-        super().__init__(*parts)
+    def __init__(self, strategy: ClientParallelStrategy, trainer: Any, parts: Parts) -> None:
+        super().__init__(parts)
         self._strategy = strategy
         self._trainer = trainer
         self._arrivals: list[Arrival] = []
 
+    @override
     def begin_round(self, plan: RoundPlan, live: Mapping[str, Tensor], idle: int) -> None:
-        """Begin a round on the server, alike in every process."""
         super().begin_round(plan, live, idle)
         self._streams = inherits(self.algorithm, "receive") and not self._sees_messages
         self._at_start = [stage.counted() for stage in self.stages]
         self._counts = StepCounts(self._trainer)
 
-    def check_answers(self, answers: int) -> None:
-        """Leave it to `exchange`, when all processes know how many there are."""
-
+    @override
     def _take(self, arrival: Arrival) -> None:
         message = arrival.message
         if self._streams:
@@ -378,13 +379,14 @@ class SharedCoordinator(Coordinator):
         kept = {name: tensor.clone() for name, tensor in message.tensors.items()}
         self._arrivals.append(dataclasses.replace(arrival, message=Message(kept)))
 
-    def exchange(self, optimizers: ClientOptimizers, client_steps: int) -> int:
-        """Have every process hold what all of them have come to, and return the number of batches of all their clients.
+    @override
+    def end_round(self, optimizers: ClientOptimizers, steps: int) -> int:
+        total = self._pool(optimizers, steps)
+        self.aggregate()
+        return total
 
-        Args:
-            optimizers: Their schedules go on from the client with the most steps of all.
-            client_steps: Number of batches that clients have been trained on in this process in the round.
-        """
+    def _pool(self, optimizers: ClientOptimizers, client_steps: int) -> int:
+        """Give every process the arrivals, failures and counts of all of them."""
         counts = {
             "client_steps": client_steps,
             "logged_steps": self._counts.logged_steps(),
@@ -398,11 +400,13 @@ class SharedCoordinator(Coordinator):
             names = None if self._streams else list(each.message.tensors)
             arrivals.append(_Announced(each.client, each.weight, names, state, _layout_of(tensors)))
         self._arrivals = []
-        share = _Share(counts, arrivals, optimizers.end, self.failed, [stage.counted() for stage in self.stages])
+        share = _Share(
+            counts, arrivals, optimizers.end, self.answers.failed, [stage.counted() for stage in self.stages]
+        )
         shares: list[_Share] = self._strategy.gather(share)
-        self.failed = dict(sorted(entry for each in shares for entry in each.failed.items()))
-        self.answered = [arrival.client.id for each in shares for arrival in each.arrivals]
-        super().check_answers(len(self.answered))
+        self.answers.failed = dict(sorted(entry for each in shares for entry in each.failed.items()))
+        self.answers.answered = [arrival.client.id for each in shares for arrival in each.arrivals]
+        self.answers.check(len(self.answers.answered))
         optimizers.pool(each.end for each in shares)
         for place, (stage, start) in enumerate(zip(self.stages, self._at_start, strict=True)):
             stage.pool(start, [each.stages[place] for each in shares])

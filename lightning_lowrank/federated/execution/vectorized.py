@@ -52,8 +52,11 @@ class Vectorized(Execution):
     _guard: MappedStepGuard | None = None
     _has_trained = False
 
-    def __init__(self, trainer: Any, coordinator: Coordinator) -> None:
-        super().__init__(trainer, coordinator)
+    exchange: Coordinator
+    """Stacks of clients need the server's half in their process."""
+
+    def __init__(self, trainer: Any, exchange: Coordinator) -> None:
+        super().__init__(trainer, exchange)
         self._guards = ExitStack()
         self.compare: Callable[[], str] = lambda: ""
         """Returns why a step of clients together is not that of a client alone, if it is not."""
@@ -123,15 +126,15 @@ class Vectorized(Execution):
             if self._succeeds(first, failed, functools.partial(self.algorithm.configure, self.base, first)):
                 break
             waiting.pop(0)
-        infos = [self.coordinator.info(client.id) for client in waiting]
-        if self.coordinator.sends_global_model and inherits(self.algorithm, "begin"):
+        infos = [self.exchange.info(client.id) for client in waiting]
+        if self.exchange.sends_global_model and inherits(self.algorithm, "begin"):
             if infos:
-                self.coordinator.send_global_model(infos)
+                self.exchange.send_global_model(infos)
             for client in waiting if self.settings.buffers != "average" or self.settings.objective else ():
                 self._succeeds(client, failed, functools.partial(self._begin_extras, client))
             return failed
         for client, info in zip(waiting, infos, strict=True):
-            message = self.coordinator.send(info)
+            message = self.exchange.send(info)
             self._succeeds(client, failed, functools.partial(self._begin_client, client, message))
         return failed
 
@@ -244,10 +247,10 @@ class Vectorized(Execution):
         self._count_steps()
         self._stack.fold()
         self._keep_moments(0)
-        if self.coordinator.averages_models:
+        if self.exchange.averages_models:
             message = self.algorithm.end(self.clients[0])
             stacks = {name: self._stack.values[name] for name in message.tensors}
-            failed = self.coordinator.receive_stacks(self.clients, stacks, message)
+            failed = self.exchange.receive_stacks(self.clients, stacks, message)
             for client in self.clients:
                 self._keep_buffers(client)
         else:

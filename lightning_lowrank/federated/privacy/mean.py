@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
@@ -19,7 +20,7 @@ from typing_extensions import override
 
 from lightning_lowrank.aggregation.aggregator import float64_device
 from lightning_lowrank.arguments import listed
-from lightning_lowrank.federated.algorithm import detached
+from lightning_lowrank.federated.algorithm import Algorithm, detached
 from lightning_lowrank.federated.checks import check_factors_move, refuse_batch_norm
 from lightning_lowrank.federated.messages import Message
 from lightning_lowrank.federated.privacy.accounting import Mechanism, noise_for
@@ -32,15 +33,31 @@ from lightning_lowrank.federated.state import ClientContext, ClientInfo, Server,
 _BEGAN = "privacy.began"
 
 
+@dataclass(frozen=True)
+class Drawing:
+    """How many clients the rounds of a run draw.
+
+    Args:
+        clients_per_round: Number of clients in a round, on average or exactly.
+        least: Number of clients in the smallest cohort.
+        population: Number of clients that can be drawn.
+        rounds: Number of rounds of the run; ``None`` if it has no end.
+    """
+
+    clients_per_round: int
+    least: int
+    population: int
+    rounds: int | None
+
+
 class PrivateMean(RoundStage):
     """Gives the method the private mean of a round's messages in place of each of them, and counts its cost.
 
     Args:
         privacy: The settings.
+        algorithm: The method.
         seed: Seed of the experiment.
-        sampled: Number of clients that a round draws, on average or exactly.
-        population: Number of clients that can be drawn.
-        rounds: Number of rounds of the run; ``None`` where it has no end.
+        drawing: How many clients rounds draw.
         shares: With ``noise_at="clients"``, how many clients' noise makes up that of a round.
 
     Raises:
@@ -49,27 +66,25 @@ class PrivateMean(RoundStage):
 
     key: ClassVar[str] = "privacy"
 
-    def __init__(
-        self, privacy: ClientPrivacy, seed: int, sampled: int, population: int, rounds: int | None, shares: int
-    ) -> None:
+    def __init__(self, privacy: ClientPrivacy, algorithm: Algorithm, seed: int, drawing: Drawing, shares: int) -> None:
         self.privacy = privacy
+        self._algorithm = algorithm
         self._seed = seed
         self._shares = shares
         self.released = 0
         """Number of rounds whose mean has been released."""
         self.clip = float(privacy.clip)
         noise = privacy.noise_multiplier
-        self._mechanism = Mechanism(noise or 1.0, sampled, population, privacy.sampling)
+        self._mechanism = Mechanism(noise or 1.0, drawing.clients_per_round, drawing.population, privacy.sampling)
         if noise is None:
             assert privacy.target_epsilon is not None
-            if rounds is None:
+            if drawing.rounds is None:
                 raise MisconfigurationException(
                     "target_epsilon alone finds the noise for the run's number of rounds, and max_epochs=-1 has no"
                     " end: set max_epochs, or give noise_multiplier too."
                 )
-            noise = noise_for(
-                privacy.target_epsilon, privacy.delta, [(self._mechanism, max(1, rounds))], privacy.accountant
-            )
+            runs = [(self._mechanism, max(1, drawing.rounds))]
+            noise = noise_for(privacy.target_epsilon, privacy.delta, runs, privacy.accountant)
             self._mechanism = dataclasses.replace(self._mechanism, noise_multiplier=noise)
         self._check_counts()
         self._forget()
@@ -140,7 +155,7 @@ class PrivateMean(RoundStage):
             raise MisconfigurationException(f"{self.exhausted}: raise it, or end the run here.")
         if self.released:
             return
-        module, algorithm = server.base.module, self._way.algorithm
+        module, algorithm = server.base.module, self._algorithm
         trained = server.base.parameters(trained_tensors(module))
         check_factors_move(module, trained.keys() - algorithm.unstepped(server.round), "ClientPrivacy")
         if self.noise_at_clients:
@@ -160,7 +175,7 @@ class PrivateMean(RoundStage):
     def up(self, client: ClientContext, message: Message) -> Message:
         if not self.noise_at_clients:
             return message
-        algorithm = self._way.algorithm
+        algorithm = self._algorithm
         center = algorithm.reference(client.base, client.round_state.pop(_BEGAN))
         protected = Message(self.protected(message.tensors, center, client.round, client.id), message.codec)
         check_carries_noise(protected, type(algorithm).__name__)
@@ -351,17 +366,13 @@ def _plus(first: Mapping[str, Tensor], second: Mapping[str, Tensor]) -> dict[str
     return {name: value + second[name] for name, value in first.items()}
 
 
-def private_mean(
-    settings: FederatedSettings, server: Server, sampled: int, population: int, rounds: int | None
-) -> PrivateMean:
+def private_mean(settings: FederatedSettings, server: Server, drawing: Drawing) -> PrivateMean:
     """The stage that ``settings.privacy`` asks for.
 
     Args:
         settings: The experiment's settings.
         server: The server.
-        sampled: Number of clients that a round draws, on average or exactly.
-        population: Number of clients that can be drawn.
-        rounds: Number of rounds of the run; ``None`` if it has no end.
+        drawing: How many clients rounds draw.
 
     Raises:
         MisconfigurationException: If the method needs more than the mean, or exact numbers; for BatchNorm.
@@ -385,7 +396,7 @@ def private_mean(
     if settings.buffers != "local":
         refuse_batch_norm(server.base.module, "ClientPrivacy", "keep them with clients (buffers='local'), or ")
     shares = settings.noise_shares
-    mean = PrivateMean(privacy, server.seed, sampled, population, rounds, shares)
+    mean = PrivateMean(privacy, algorithm, server.seed, drawing, shares)
     if mean.noise_at_clients and shares < 2:
         rank_zero_warn(
             "noise_at='clients' with min_clients=1 has every client add a whole round's noise: set min_clients to"

@@ -30,7 +30,7 @@ CLIENTS = Dirichlet(0.5).split(203, 12, 0, DATA.tensors[1])
 
 def planner(**arguments):
     batches = batches_of(np.asarray(CLIENTS.sizes), DataLoader(DATA, batch_size=8))
-    return RoundPlanner(0, batches, **{"per_round": 9, "samples": np.asarray(CLIENTS.sizes), **arguments})
+    return RoundPlanner(0, batches, **{"clients_per_round": 9, "samples": np.asarray(CLIENTS.sizes), **arguments})
 
 
 def test_chunks_are_of_one_kind_with_the_longest_first():
@@ -59,17 +59,17 @@ def test_clients_that_are_never_drawn_are_not_eligible():
     first = int(np.flatnonzero(batches)[0])
     none = np.where(np.arange(12) == first, 0.0, ones).tolist()
     for name in ("sampling_weights", "availability"):
-        some = planner(**{name: none, "per_round": 12})
-        assert some.eligible == some.drawn == planner().eligible - 1 == len(some.plan(0).clients)
+        some = planner(**{name: none, "clients_per_round": 12})
+        assert some.eligible == some.clients_per_round == planner().eligible - 1 == len(some.plan(0).clients)
     assert planner(availability=lambda client, number: 0.0).eligible == planner().eligible
     assert planner(participants=[[first]]).eligible == planner().eligible
-    assert planner().drawn == min(9, planner().eligible)
+    assert planner().clients_per_round == min(9, planner().eligible)
 
 
 def test_a_function_gives_chances_as_a_list_does():
     chances = np.linspace(0, 1, 12).tolist()
     drawn = {
-        name: [planner(per_round=12, availability=given).plan(number).clients for number in range(20)]
+        name: [planner(clients_per_round=12, availability=given).plan(number).clients for number in range(20)]
         for name, given in {
             "list": chances,
             "function": lambda client, number: chances[client],
@@ -219,7 +219,7 @@ def drawn_by(sampler, count=12, **arguments):
     """Return, for each round and client, the samples that a loader with this sampler reads of the client."""
     user = check_loader(DataLoader(DATA, batch_size=8, sampler=sampler), weighted=True)
     batches = batches_of(np.asarray(CLIENTS.sizes), user)
-    made = RoundPlanner(0, 2 * batches, per_round=count, samples=np.asarray(CLIENTS.sizes))
+    made = RoundPlanner(0, 2 * batches, clients_per_round=count, samples=np.asarray(CLIENTS.sizes))
     read = {}
     for number in range(8):
         plan = made.plan(number)
@@ -288,7 +288,7 @@ def test_samples_of_like_length_share_a_batch_and_are_those_of_a_plain_order(loc
     }
     batches = batches_of(np.asarray(CLIENTS.sizes), loaders["plain"])
     steps = batches if local_steps is None else np.minimum(batches, local_steps)
-    plan = RoundPlanner(0, steps, per_round=12, samples=np.asarray(CLIENTS.sizes)).plan(0)
+    plan = RoundPlanner(0, steps, clients_per_round=12, samples=np.asarray(CLIENTS.sizes)).plan(0)
     read = {}
     for name, user in loaders.items():
         randomness = StepRandomness(torch.device("cpu"))

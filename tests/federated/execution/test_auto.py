@@ -655,7 +655,7 @@ def seed_of(cohorts):
 
     def drawn(seed):
         loop = FederatedLoop(FedAvg(), partition=FromIndices(UNEVEN), seed=seed, **EMPTY)
-        planner = RoundPlanner(**loop.drawing(), batches=np.array([1, 6, 3, 5, 1]), per_round=2)
+        planner = RoundPlanner(**loop.drawing(), batches=np.array([1, 6, 3, 5, 1]), clients_per_round=2)
         return [len(planner.plan(number).clients) for number in range(len(cohorts))]
 
     return next(seed for seed in range(10_000) if drawn(seed) == cohorts)

@@ -37,7 +37,7 @@ from lightning_lowrank import (
 )
 from lightning_lowrank.aggregation import KeepsArrivals
 from lightning_lowrank.compression import Dense, Mask
-from lightning_lowrank.federated.privacy.mean import PrivateMean
+from lightning_lowrank.federated.privacy.mean import Drawing, PrivateMean
 from tests.algorithms.methods import LOW_RANK, METHODS, each_method
 from tests.helpers import Data, Module, assert_same, blobs, fit, network, trainer, weights
 
@@ -67,8 +67,10 @@ def small() -> nn.Module:
 
 
 def mean_of(private: dict, **arguments) -> PrivateMean:
-    settings = {"seed": 0, "sampled": 4, "population": 8, "rounds": 3, "shares": 2}
-    return PrivateMean(ClientPrivacy(**{"noise_multiplier": 2.0, **private}), **{**settings, **arguments})
+    given = {"clients_per_round": 4, "population": 8, "rounds": 3, "shares": 2, **arguments}
+    shares = given.pop("shares")
+    drawing = Drawing(least=given["clients_per_round"], **given)
+    return PrivateMean(ClientPrivacy(**{"noise_multiplier": 2.0, **private}), FedAvg(), 0, drawing, shares)
 
 
 def draws(mean: PrivateMean, count: int = 6, size: int = 4000) -> torch.Tensor:
@@ -119,7 +121,8 @@ def test_an_update_is_clipped_as_a_whole():
 
 @pytest.mark.slow
 def test_the_clip_follows_a_quantile():
-    mean = mean_of({"clip": 8.0, "quantile": 0.75, "count_noise": 1.01, "clip_lr": 0.3}, sampled=100, population=200)
+    private = {"clip": 8.0, "quantile": 0.75, "count_noise": 1.01, "clip_lr": 0.3}
+    mean = mean_of(private, clients_per_round=100, population=200)
     norms = torch.linspace(0.0, 4.0, 100)
     center = {"w": torch.zeros(1)}
     for number in range(20):
@@ -129,7 +132,7 @@ def test_the_clip_follows_a_quantile():
     assert mean.clip == pytest.approx(3.0, abs=0.2)
     # The two releases of a round together have the accounted noise (Andrew et al., Theorem 1).
     assert mean.noise_of_updates**-2 + (2 * 1.01) ** -2 == pytest.approx(2.0**-2)
-    assert mean.epsilon() == mean_of({}, sampled=100, population=200)._mechanism.epsilon(20, 1e-5)
+    assert mean.epsilon() == mean_of({}, clients_per_round=100, population=200)._mechanism.epsilon(20, 1e-5)
 
 
 class Exploding(Module):
@@ -399,7 +402,7 @@ def test_clients_noise_goes_through_masks_of_all(tmp_path):
     assert sent.std().item() == pytest.approx(1.0, abs=0.1)
 
 
-@pytest.mark.parametrize("changed", [{"sampled": 5}, {"population": 9}])
+@pytest.mark.parametrize("changed", [{"clients_per_round": 5}, {"population": 9}])
 def test_other_rounds_are_not_counted_as_equal_ones(changed):
     with pytest.raises(MisconfigurationException, match=r"4.*8.*noise_multiplier=2"):
         mean_of({}, **changed).load_state_dict(mean_of({}).state_dict())

@@ -1,0 +1,148 @@
+"""The broadcasts of a round on the server, and the values by which clients' answers are measured."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+import torch
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from torch import Tensor
+
+from lightning_lowrank.compression import Packet
+from lightning_lowrank.federated.algorithm import Algorithm, detached
+from lightning_lowrank.federated.messages import Message
+from lightning_lowrank.federated.state import ClientInfo, Server
+from lightning_lowrank.federated.wire import Wire
+from lightning_lowrank.internals.torch import is_unchanged, version_of
+
+
+class Broadcasts:
+    """Makes the packet of each client's broadcast: the method's message with the announcement, encoded by the downlink.
+
+    A downlink with error feedback has one packet for all, which does not change in the round, whatever the method's
+    message becomes. An announcement passes a lossy downlink once.
+
+    Args:
+        algorithm: The method.
+        server: The server.
+        wire: The channels.
+        info: Returns what the server knows of a client in the present round.
+        robust: Whether answers are averaged by a robust rule, which would take the downlink's losses for changes.
+    """
+
+    def __init__(
+        self, algorithm: Algorithm, server: Server, wire: Wire, info: Callable[[int], ClientInfo], robust: bool
+    ) -> None:
+        self._algorithm, self._server, self._wire, self._info = algorithm, server, wire, info
+        self.rebases = wire.shares_copy or (robust and bool(wire.downlink.codecs))
+        """Whether answers are made relative to the server's own values, of which clients have a lossy copy."""
+        self._for_all: Packet | None = None
+        self._kept: dict[int, Packet] = {}
+        self._copies: dict[str, tuple[Tensor, int, Tensor]] = {}
+        if wire.splits:
+            server.transmit = self._announce
+
+    def _announce(self, update: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+        """Encode an announcement: its values as all clients, and the server, receive them."""
+        packet = self._wire.announce(self._server.base, update, self._server.round)
+        self._server.encoded = packet.encode()
+        return packet.received
+
+    def begin_round(self) -> None:
+        """Encode the broadcast of a round that the method has begun, if all clients share it."""
+        self.end_round()
+        if self._wire.shares_copy:
+            self._for_all = self._encoded(self.message(self.any_client), self.any_client)
+            self._wire.keep_copy(self._server.base, self._for_all.received)
+
+    def end_round(self) -> None:
+        """Let go of the round's packets."""
+        self._for_all, self._kept, self._copies = None, {}, {}
+
+    @property
+    def any_client(self) -> ClientInfo:
+        """The cohort's first client; client 0 for an empty cohort."""
+        return self._info(self._server.cohort[0] if self._server.cohort else 0)
+
+    @property
+    def reach_all(self) -> bool:
+        """Whether clients that sit the round out must hear its broadcast as well."""
+        return bool(self._server.announcement) or self._wire.shares_copy
+
+    def message(self, client: ClientInfo) -> Message:
+        """The method's message to a client, with what the server has announced."""
+        message = self._algorithm.broadcast(self._server, client)
+        if not self._server.announcement:
+            return message
+        return Message({**message.tensors, **self._server.announcement}, message.codec)
+
+    def _encoded(self, message: Message, client: ClientInfo) -> Packet:
+        return self._wire.down(self._server.base, message, client, self._server.announcement, self._server.encoded)
+
+    def packet(self, client: ClientInfo) -> Packet:
+        """A client's broadcast.
+
+        Raises:
+            MisconfigurationException: If the method sends clients different values, and all must share one copy.
+        """
+        if client.id in self._kept:
+            return self._kept[client.id]
+        message = self.message(client)
+        if not self._wire.shares_copy:
+            return self._encoded(message, client)
+        first = self.message(self.any_client)
+        if message.tensors.keys() != first.tensors.keys() or any(
+            value is not first.tensors[name] and not torch.equal(value, first.tensors[name])
+            for name, value in message.tensors.items()
+        ):
+            raise MisconfigurationException(
+                f"{type(self._algorithm).__name__} sends clients different values, and a downlink with error feedback"
+                " needs one broadcast for all: leave out error_feedback."
+            )
+        if self._for_all is None:
+            # The run was resumed inside the round.
+            packet = self._encoded(first, self.any_client)
+            self._for_all = self._wire.with_copy(self._server.base, packet)
+        return self._for_all
+
+    def keep(self, client: ClientInfo, packet: Packet) -> None:
+        """Keep a packet until `forget`, so that it is not encoded again for the client's answer."""
+        self._kept[client.id] = packet
+
+    def forget(self, client: int) -> None:
+        """Let go of a client's packet: behind a lossy downlink it takes the memory of a model."""
+        self._kept.pop(client, None)
+
+    def copies(self, received: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Copies of a broadcast as it is received, the same tensors while clients are sent the same values."""
+        if self._wire.downlink.codecs:
+            return detached(received)
+        for name, value in received.items():
+            before = self._copies.get(name)
+            if before is None or not is_unchanged(*before[:2], value):
+                self._copies[name] = value, version_of(value), value.detach().clone()
+        return {name: self._copies[name][2] for name in received}
+
+    # Answers
+
+    def rebased(self, client: ClientInfo, tensors: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+        """A client's answer, relative to the server's own values if it is to be."""
+        if not self.rebases:
+            return tensors
+        own, received = self.exact_origin_of(client), self.origin(self.packet(client).received)
+        return self._wire.rebased(self._server.base, tensors, received, own)
+
+    def origin(self, received: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+        """The values, by name, of which a client's message has the change if it received these."""
+        base = self._server.base
+        # A client may have been sent some of the global model's values in earlier rounds alone.
+        origin = self._algorithm.upload_origin(base, self._server.sent_down(), received)
+        return {**origin, **base.fresh_buffers}
+
+    def origin_of(self, client: ClientInfo) -> Mapping[str, Tensor]:
+        """The values, by name, of which a client's answer has the change, as `rebased` leaves it."""
+        return self.exact_origin_of(client) if self.rebases else self.origin(self.packet(client).received)
+
+    def exact_origin_of(self, client: ClientInfo) -> Mapping[str, Tensor]:
+        """The same values without the losses of the downlink."""
+        return self.origin(self.message(client).tensors)
