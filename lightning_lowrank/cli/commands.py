@@ -241,12 +241,12 @@ def _report(parser: argparse.ArgumentParser, words: list[str]) -> None:
     )
 
 
-def _bridge() -> Any:
-    """Return the bridge to Flower, if that is installed."""
+def _of_bridge(name: str) -> Any:
+    """A function of the bridge to Flower, if that is installed."""
     from lightning_lowrank.configuration import misconfigured
 
     try:
-        return import_module(_FLOWER)
+        return getattr(import_module(_FLOWER), name)
     except ImportError as error:
         raise misconfigured(str(error)) from error
 
@@ -258,7 +258,7 @@ def _resolve(parser: argparse.ArgumentParser, words: list[str]) -> None:
     from lightning_lowrank.cli.recipes import find
     from lightning_lowrank.interop.files import replacing
 
-    text, _ = _bridge().resolve([Path(find(each)) for each in options.recipes])
+    text, _ = _of_bridge("resolve")([Path(find(each)) for each in options.recipes])
     with replacing(options.output) as part:
         part.write_text(text, encoding="utf-8")
     print(f"wrote {options.output}: each site approves it by `lightning-lowrank flower approve {options.output}`")
@@ -272,8 +272,8 @@ def _approve(parser: argparse.ArgumentParser, words: list[str]) -> None:
     parser.add_argument("--new-account", action="store_true", help="the samples are others than in all earlier studies")
     parser.add_argument("--yes", action="store_true", help="do not ask")
     options = parser.parse_args(words)
-    from lightning_lowrank.cli.approval import Approvals, check_reads_nothing, read_plain, sentences, state_folder
     from lightning_lowrank.configuration import misconfigured
+    from lightning_lowrank.flower.approval import Approvals, check_reads_nothing, read_plain, sentences, state_folder
 
     for file in (options.recipe, options.policy):
         if not file.is_file():
@@ -309,7 +309,7 @@ def _flower(parser: argparse.ArgumentParser, words: list[str]) -> None:
     options = parser.parse_args(words)
     from lightning_lowrank.cli.recipes import find
 
-    _bridge().write_project([Path(find(each)) for each in options.config], options.output)
+    _of_bridge("write_project")([Path(find(each)) for each in options.config], options.output)
     print(f"wrote {options.output}: start it with `flwr run {options.output}`")
 
 

@@ -15,25 +15,49 @@ Refused are what would need another party's data, state or steps:
   simulation they go on from the round's longest client, and sites know nothing of each other's steps;
 - ``ckpt_path``, ``max_steps``, ``fast_dev_run``, several ``devices`` and several ``seeds``.
 
-- `server`: the rounds, seen from the server.
-- `site`: one site.
-- `client`: the ``ClientApp`` that hands messages to it.
-- `messages`: what crosses the wire.
-- `recipe`: the objects that a recipe describes.
-- `project`: the project's files.
+- `rounds`: the rounds, seen from the server. `server`: the ``ServerApp`` that runs them.
+- `transport`: their messages on Flower's grid. `messages`: what these are made of.
+- `site`: one site. `client`: the ``ClientApp`` that hands messages to it.
+- `approval`: the recipes that a site has approved. `account`: what its samples have cost.
+- `recipe`: the objects that a recipe describes. `project`: the project's files.
+
+Torch and Flower are imported when one of the names below is first used: ``lightning-lowrank flower approve`` needs
+neither.
 """
 
+from importlib import import_module
 from importlib.util import find_spec
+from typing import TYPE_CHECKING, Any
 
 from lightning_lowrank.extras import how_to_install
 
-if find_spec("flwr") is None:
-    raise ImportError(f"Flower is not installed: {how_to_install('flower')} (Python 3.11 or later).")
-
-from lightning_lowrank.flower.client import client_app
-from lightning_lowrank.flower.project import write_project
-from lightning_lowrank.flower.recipe import resolve
-from lightning_lowrank.flower.server import RemoteRounds, server_app
-from lightning_lowrank.flower.site import Site
+if TYPE_CHECKING:
+    from lightning_lowrank.flower.client import client_app
+    from lightning_lowrank.flower.project import write_project
+    from lightning_lowrank.flower.recipe import resolve
+    from lightning_lowrank.flower.rounds import RemoteRounds
+    from lightning_lowrank.flower.server import server_app
+    from lightning_lowrank.flower.site import Site
 
 __all__ = ["RemoteRounds", "Site", "client_app", "resolve", "server_app", "write_project"]
+
+_HOMES = {
+    "RemoteRounds": "rounds",
+    "Site": "site",
+    "client_app": "client",
+    "resolve": "recipe",
+    "server_app": "server",
+    "write_project": "project",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    if find_spec("flwr") is None:
+        raise ImportError(f"Flower is not installed: {how_to_install('flower')} (Python 3.11 or later).")
+    return getattr(import_module(f"{__name__}.{_HOMES[name]}"), name)
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

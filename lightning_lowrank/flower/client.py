@@ -19,8 +19,8 @@ from flwr.clientapp.typing import ClientAppCallable
 from lightning.pytorch.utilities import rank_zero_warn
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
-from lightning_lowrank.cli.approval import read_own, state_folder
 from lightning_lowrank.compression import DecodingError, Dense
+from lightning_lowrank.flower.approval import read_own, state_folder
 from lightning_lowrank.flower.audit import AuditLog
 from lightning_lowrank.flower.messages import JOIN, LISTEN, TRAIN, Fields, field_of, pack, unpack
 from lightning_lowrank.flower.policy import Policy, PolicyViolation

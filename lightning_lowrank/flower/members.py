@@ -1,21 +1,30 @@
-"""Which node is the site of which client.
+"""Which node is the site of which client, and how nodes join.
 
-`RemoteRounds` hands over what nodes say when they join. A client belongs to the first node that joined as it: a second
+A client belongs to the first node that joined as it: a second
 one is refused, unless it is the same site after a restart, which has kept its secret.
 """
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Collection, Mapping, Sequence
+import time
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from lightning_lowrank.compression import DecodingError
-from lightning_lowrank.flower.intake import believed
-from lightning_lowrank.flower.messages import Claims, Fields, difference
+from flwr.app import Message, RecordDict
+from lightning.pytorch.utilities import rank_zero_warn
 
-__all__ = ["Members"]
+from lightning_lowrank.compression import DecodingError
+from lightning_lowrank.federated.failures import described
+from lightning_lowrank.flower.intake import believed
+from lightning_lowrank.flower.messages import JOIN, Claims, Fields, difference, printable, unpack
+from lightning_lowrank.flower.transport import Silence, Transport
+
+__all__ = ["Admission", "Members"]
+
+# Seconds until a node that was refused is asked again.
+_ASK_AGAIN = 60.0
 
 
 @dataclass(frozen=True)
@@ -201,3 +210,76 @@ class Members:
         self.connected = {}
         if state["begun"]:
             self.begin(state["begun"])
+
+
+class Admission:
+    """Asks nodes that are new to join as sites.
+
+    Args:
+        members: The sites of the run.
+        transport: Sends the question.
+        question: Returns the question's content.
+        poll: Seconds between two looks for answers.
+    """
+
+    def __init__(self, members: Members, transport: Transport, question: Callable[[], RecordDict], poll: float) -> None:
+        self._members, self._transport, self._question, self._poll = members, transport, question, poll
+        self._known: set[int] = set()
+        self._joining: dict[str, int] = {}
+        self._refused: dict[int, tuple[float, str]] = {}
+        # Nodes that a round has waited for in vain; no other one does.
+        self._slow: set[int] = set()
+
+    @property
+    def refused(self) -> list[str]:
+        """Why nodes are left out."""
+        return [reason for _, reason in self._refused.values()]
+
+    def admit_all(self, wait: float = 0.0) -> set[int]:
+        """Let new nodes join; wait so many seconds for their answers, which may also come later.
+
+        A node that does not answer in that time is not waited for again, so that it cannot slow each round.
+
+        Returns:
+            Clients whose sites have lost what they kept of earlier rounds.
+        """
+        online, lost = self._transport.nodes(), set[int]()
+        self._members.leave(online)
+        again = {node for node, (since, _) in self._refused.items() if time.monotonic() > since + _ASK_AGAIN}
+        self._known = (self._known & online) - again
+        self._joining = {number: node for number, node in self._joining.items() if node in online}
+        unknown = sorted(online - self._known - set(self._joining.values()))
+        self._joining |= self._transport.push({node: (JOIN, self._question()) for node in unknown})
+        self._known |= set(self._joining.values())
+        deadline = time.monotonic() + wait
+        while True:
+            for node, reply in self._transport.pull(self._joining, most=0).items():
+                lost |= self._admit(node, reply)
+            if self._slow.issuperset(self._joining.values()):
+                return lost
+            if time.monotonic() > deadline:
+                if wait:
+                    self._slow.update(self._joining.values())
+                return lost
+            time.sleep(self._poll)
+
+    def _admit(self, node: int, reply: Message | Silence) -> set[int]:
+        """Let a node take part that has answered, or note why it cannot."""
+        self._refused.pop(node, None)
+        try:
+            if isinstance(reply, Silence):
+                if reply.passing:
+                    self._known.discard(node)
+                    return set()
+                raise DecodingError(reply.reason)
+            lost = self._members.admit(node, unpack(reply)[0])
+        except Exception as error:  # whatever a node says, the others continue
+            said = str(error) if isinstance(error, DecodingError) else described(error)
+            reason = f"node {node}: {printable(said)}"
+            self._refused[node] = time.monotonic(), reason
+            rank_zero_warn(f"a site that came is left out: {reason}")
+            return set()
+        if lost is None:
+            return set()
+        rank_zero_warn(f"the site of client {lost} has lost what it kept of earlier rounds: it goes on as a new one.")
+        return {lost}

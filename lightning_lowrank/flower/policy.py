@@ -20,9 +20,9 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import Tensor
 
 from lightning_lowrank.callbacks import DifferentialPrivacy
-from lightning_lowrank.cli.approval import Approvals, EachOnce
 from lightning_lowrank.federated.messages import Message
 from lightning_lowrank.federated.privacy import ClientPrivacy
+from lightning_lowrank.flower.approval import Approvals, EachOnce
 from lightning_lowrank.flower.messages import Fields, field_of
 from lightning_lowrank.patterns import matches
 

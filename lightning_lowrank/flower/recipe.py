@@ -23,10 +23,10 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
 from lightning_lowrank.callbacks import RoundProgress, StaticBatchNorm
 from lightning_lowrank.callbacks.round_pictures import RoundPictures
-from lightning_lowrank.cli.approval import check_reads_nothing, left_to_sites
 from lightning_lowrank.cli.parser import CLI_SETTINGS, BuiltCLI, LowRankCLI, RecipeParser
 from lightning_lowrank.federated.loop import FederatedLoop
 from lightning_lowrank.federated.wire import Wire
+from lightning_lowrank.flower.approval import check_reads_nothing, left_to_sites
 
 # What watches a whole run has nothing to see in one client's round.
 ONLY_OF_WHOLE_RUNS = (
@@ -87,7 +87,7 @@ def resolve(configs: Sequence[str | Path]) -> tuple[str, dict[str, Any]]:
     """Return a recipe's text for a site's approval, and what its author's machine has for it.
 
     The text has all defaults and is plain: nothing is left to be read. What is a site's own stands in it as
-    ``{site: NAME}``, with a ``default`` where another site can have the same; see `lightning_lowrank.cli.approval`.
+    ``{site: NAME}``, with a ``default`` where another site can have the same; see `lightning_lowrank.flower.approval`.
 
     Args:
         configs: YAML files, of which later ones change earlier ones.

@@ -24,6 +24,7 @@ from lightning_lowrank.aggregation import WeightedMean
 from lightning_lowrank.compression import DecodingError, Schema
 from lightning_lowrank.federated.settings import FederatedSettings
 from lightning_lowrank.flower.messages import Fields
+from lightning_lowrank.flower.transport import Silence
 from lightning_lowrank.internals import flower as internals
 
 SECURE = "train"
@@ -71,15 +72,6 @@ class SecureRequest:
     fields: Fields
     payloads: Mapping[int, bytes]
     weight: int
-
-
-@dataclass(frozen=True)
-class Silence:
-    """Why there is no answer from a node, whether one may come if it is asked again, and whether it sent a bad one."""
-
-    reason: str
-    passing: bool
-    bad: bool = False
 
 
 Exchange = Callable[[Mapping[int, tuple[str, RecordDict]]], Mapping[int, Message | Silence]]

@@ -21,8 +21,6 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import Tensor
 
 from lightning_lowrank.callbacks import DifferentialPrivacy
-from lightning_lowrank.cli.account import Spending
-from lightning_lowrank.cli.approval import filled, read_plain
 from lightning_lowrank.compression import Dense, Packet
 from lightning_lowrank.federated import client_states
 from lightning_lowrank.federated.data.indices import ClientIndices
@@ -34,6 +32,8 @@ from lightning_lowrank.federated.loop import FederatedLoop
 from lightning_lowrank.federated.messages import Message
 from lightning_lowrank.federated.site import SiteExchange
 from lightning_lowrank.federated.state import Base, ClientContext, State, copy_into, trained_tensors
+from lightning_lowrank.flower.account import Spending
+from lightning_lowrank.flower.approval import filled, read_plain
 from lightning_lowrank.flower.messages import signature, take_options
 from lightning_lowrank.flower.policy import Policy
 from lightning_lowrank.flower.recipe import ONLY_OF_WHOLE_RUNS, OWN_OF_TRAINER, Recipe, build, check_optimizers

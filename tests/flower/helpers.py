@@ -13,7 +13,7 @@ import torch
 import yaml
 from torch import nn
 
-from lightning_lowrank.cli.approval import Approvals
+from lightning_lowrank.flower.approval import Approvals
 from lightning_lowrank.flower.client import client_app
 from lightning_lowrank.flower.recipe import build
 from lightning_lowrank.flower.server import serve

@@ -18,10 +18,10 @@ from torch import nn
 
 from lightning_lowrank import FromIndices, MatrixProduct, convert, export_adapter, import_adapter
 from lightning_lowrank.cli import main
-from lightning_lowrank.cli.account import Spending
-from lightning_lowrank.cli.approval import check_reads_nothing, filled, read_plain, sentences
 from lightning_lowrank.data import Arrays, TextClassification
 from lightning_lowrank.flower import write_project
+from lightning_lowrank.flower.account import Spending
+from lightning_lowrank.flower.approval import check_reads_nothing, filled, read_plain, sentences
 from lightning_lowrank.flower.audit import AuditLog
 from lightning_lowrank.flower.client import client_app
 from lightning_lowrank.flower.messages import JOIN, LISTEN, TRAIN, pack

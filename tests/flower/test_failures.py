@@ -15,13 +15,14 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
 from lightning_lowrank import FederatedLoop, algorithms
 from lightning_lowrank.cli import main
-from lightning_lowrank.cli.approval import filled, read_plain
 from lightning_lowrank.compression import Dense
 from lightning_lowrank.federated import loop
 from lightning_lowrank.flower import server
+from lightning_lowrank.flower.approval import filled, read_plain
 from lightning_lowrank.flower.client import client_app
 from lightning_lowrank.flower.recipe import build, check_optimizers
-from lightning_lowrank.flower.server import RemoteRounds, serve
+from lightning_lowrank.flower.rounds import RemoteRounds
+from lightning_lowrank.flower.server import serve
 from lightning_lowrank.models import Classifier
 from tests.flower.helpers import (
     MUD,
@@ -84,7 +85,7 @@ def test_bad_payloads_are_refused_and_the_rounds_go_on(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     recipe = fast(tmp_path, {"trainer": {"max_epochs": len(KINDS)}})
     told = []
-    monkeypatch.setattr("lightning_lowrank.flower.server.rank_zero_warn", told.append)
+    monkeypatch.setattr("lightning_lowrank.flower.rounds.rank_zero_warn", told.append)
 
     def prepare(grid):
         grid.tamper = tamper_with(102, KINDS)
@@ -376,11 +377,6 @@ def test_the_command_refuses_before_it_writes(tmp_path):
 
 
 def test_without_flower_the_command_says_what_to_install(tmp_path, monkeypatch):
-    import importlib.util
-
-    found = importlib.util.find_spec
-    for name in [name for name in sys.modules if name.startswith("lightning_lowrank.flower")]:
-        monkeypatch.delitem(sys.modules, name)
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name, *rest: None if name == "flwr" else found(name, *rest))
+    monkeypatch.setattr("lightning_lowrank.flower.find_spec", lambda name: None)
     with pytest.raises(SystemExit, match=r"\.\[flower\]"):
         main(["flower", "--config", str(fast(tmp_path)), str(tmp_path / "out")])

@@ -8,17 +8,17 @@ import torch
 import yaml
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
-from lightning_lowrank.cli.account import Spending
-from lightning_lowrank.cli.approval import Approvals
 from lightning_lowrank.compression import Dense, Sign
 from lightning_lowrank.federated.messages import Message
 from lightning_lowrank.federated.privacy import ClientPrivacy
 from lightning_lowrank.federated.state import trained_tensors
 from lightning_lowrank.flower import site
+from lightning_lowrank.flower.account import Spending
+from lightning_lowrank.flower.approval import Approvals
 from lightning_lowrank.flower.messages import options_of
 from lightning_lowrank.flower.policy import Policy, PolicyViolation
 from lightning_lowrank.flower.recipe import build
-from lightning_lowrank.flower.server import RemoteRounds
+from lightning_lowrank.flower.rounds import RemoteRounds
 from lightning_lowrank.flower.site import Site
 from tests.flower.helpers import MUD, approve, entries_of, merged, method, reasons, run_on_sites, write_recipe
 from tests.grids import nightly_except
