@@ -453,7 +453,7 @@ class Attackers(RoundStage):
         self._attack, self._seed = attack, seed
         self.members = frozenset(attack.members(samples, seed))
         """Ids of the clients that attack."""
-        self._held: list[Arrival] = []
+        self._arrivals: list[Arrival] = []
         self._round = 0
 
     @override
@@ -466,16 +466,16 @@ class Attackers(RoundStage):
 
     @override
     def arrived(self, arrival: Arrival) -> None:
-        self._held.append(arrival.copy())
+        self._arrivals.append(arrival.copy())
 
     @override
     def release(self) -> list[Arrival]:
-        held, self._held = sorted(self._held, key=lambda arrival: arrival.client.id), []
-        if not held:
+        arrivals, self._arrivals = sorted(self._arrivals, key=lambda arrival: arrival.client.id), []
+        if not arrivals:
             return []
-        origins = {arrival.client.id: self._origin_of(arrival) for arrival in held}
+        origins = {arrival.client.id: self._origin_of(arrival) for arrival in arrivals}
         seed = derive_seed(self._seed, "attack", self._round)
-        return self._attack.forged(held, sorted(self.members), origins, seed)
+        return self._attack.forged(arrivals, sorted(self.members), origins, seed)
 
     def _origin_of(self, arrival: Arrival) -> Mapping[str, Tensor]:
         origin = arrival.find_origin(arrival.client)
@@ -491,25 +491,25 @@ class Attackers(RoundStage):
 
     @override
     def checkpoint(self) -> Callable[[], None]:
-        held = list(self._held)
+        arrivals = list(self._arrivals)
 
         def undo() -> None:
-            self._held = held
+            self._arrivals = arrivals
 
         return undo
 
     @override
     def state_dict(self) -> dict[str, Any]:
-        held = [
+        arrivals = [
             {"client": vars(each.client), "tensors": dict(each.message.tensors), "weight": each.weight}
-            for each in self._held
+            for each in self._arrivals
         ]
-        return {"held": held, "round": self._round}
+        return {"arrivals": arrivals, "round": self._round}
 
     @override
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self._round = state["round"]
-        self._held = [
+        self._arrivals = [
             Arrival(ClientInfo(**each["client"]), Message(each["tensors"]), each["weight"], self._way.origin_of)
-            for each in state["held"]
+            for each in state["arrivals"]
         ]

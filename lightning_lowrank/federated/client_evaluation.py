@@ -29,7 +29,7 @@ from lightning_lowrank.federated.data.device import DeviceData
 from lightning_lowrank.federated.data.evaluation_samples import matched_labels
 from lightning_lowrank.federated.data.labels import find_named_labels, numbered_alike
 from lightning_lowrank.federated.data.loader_checks import check_loader
-from lightning_lowrank.federated.data.rounds import RoundData
+from lightning_lowrank.federated.data.training_set import RoundData
 from lightning_lowrank.federated.exchange import Exchange
 from lightning_lowrank.federated.execution.processes import ClientParallelStrategy
 from lightning_lowrank.federated.logbook import Logbook

@@ -19,7 +19,7 @@ from torch.optim import Optimizer
 
 from lightning_lowrank.federated.algorithm import inherits
 from lightning_lowrank.federated.data.planner import Chunk
-from lightning_lowrank.federated.data.rounds import RoundData
+from lightning_lowrank.federated.data.training_set import RoundData
 from lightning_lowrank.federated.execution.base import Execution
 from lightning_lowrank.federated.leaks import OfTheRun
 from lightning_lowrank.federated.logbook import Logbook

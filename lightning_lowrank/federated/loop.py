@@ -47,8 +47,8 @@ from lightning_lowrank.federated.data.batches import read_on_device
 from lightning_lowrank.federated.data.device import DeviceData
 from lightning_lowrank.federated.data.indices import ClientIndices
 from lightning_lowrank.federated.data.planner import RoundPlan
-from lightning_lowrank.federated.data.rounds import RoundData
 from lightning_lowrank.federated.data.sampling import NeedsPoissonBatches
+from lightning_lowrank.federated.data.training_set import RoundData
 from lightning_lowrank.federated.exchange import Exchange, Parts
 from lightning_lowrank.federated.execution.processes import ClientParallelStrategy, SharedCoordinator, shared_by
 from lightning_lowrank.federated.fingerprint import (

@@ -28,7 +28,7 @@ from lightning_lowrank.federated.client_optimizers import ClientOptimizers
 from lightning_lowrank.federated.client_states import ClientStates
 from lightning_lowrank.federated.data.loader_checks import leaves_one
 from lightning_lowrank.federated.data.planner import Chunk
-from lightning_lowrank.federated.data.rounds import RoundData
+from lightning_lowrank.federated.data.training_set import RoundData
 from lightning_lowrank.federated.exchange import Exchange, Parts
 from lightning_lowrank.federated.execution.auto import choose_execution
 from lightning_lowrank.federated.execution.base import Execution

@@ -10,7 +10,7 @@ from typing import Any
 from lightning.pytorch.callbacks import GradientAccumulationScheduler
 from torch.optim.lr_scheduler import OneCycleLR
 
-from lightning_lowrank.federated.data.rounds import RoundData
+from lightning_lowrank.federated.data.training_set import RoundData
 from lightning_lowrank.internals.lightning import FitLength
 from lightning_lowrank.internals.torch import schedule_length
 

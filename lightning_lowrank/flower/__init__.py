@@ -15,7 +15,7 @@ Refused are what would need another party's data, state or steps:
   simulation they go on from the round's longest client, and sites know nothing of each other's steps;
 - ``ckpt_path``, ``max_steps``, ``fast_dev_run``, several ``devices`` and several ``seeds``.
 
-- `rounds`: the rounds, seen from the server. `server`: the ``ServerApp`` that runs them.
+- `remote_rounds`: the rounds, seen from the server. `server`: the ``ServerApp`` that runs them.
 - `transport`: their messages on Flower's grid. `messages`: what these are made of.
 - `site`: one site. `client`: the ``ClientApp`` that hands messages to it.
 - `approval`: the recipes that a site has approved. `account`: what its samples have cost.
@@ -35,14 +35,14 @@ if TYPE_CHECKING:
     from lightning_lowrank.flower.client import client_app
     from lightning_lowrank.flower.project import write_project
     from lightning_lowrank.flower.recipe import resolve
-    from lightning_lowrank.flower.rounds import RemoteRounds
+    from lightning_lowrank.flower.remote_rounds import RemoteRounds
     from lightning_lowrank.flower.server import server_app
     from lightning_lowrank.flower.site import Site
 
 __all__ = ["RemoteRounds", "Site", "client_app", "resolve", "server_app", "write_project"]
 
 _HOMES = {
-    "RemoteRounds": "rounds",
+    "RemoteRounds": "remote_rounds",
     "Site": "site",
     "client_app": "client",
     "resolve": "recipe",

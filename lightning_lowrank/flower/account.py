@@ -68,7 +68,7 @@ class Spending:
         self._read()
 
     @contextmanager
-    def held(self) -> Iterator[None]:
+    def locked(self) -> Iterator[None]:
         """Keep other processes of this site from charging."""
         private_folder(self._file.parent)
         without_link(self._file)

@@ -20,7 +20,7 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
 from lightning_lowrank.flower.approval import filled, read_plain, section_of, state_folder
 from lightning_lowrank.flower.recipe import build
-from lightning_lowrank.flower.rounds import NoBatch, RemoteRounds
+from lightning_lowrank.flower.remote_rounds import NoBatch, RemoteRounds
 from lightning_lowrank.interop.files import private_files, private_folder, replacing
 
 # Seconds: how long a server waits for another of its study to end. One whose SuperLink was killed takes some to notice.

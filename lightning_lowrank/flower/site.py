@@ -153,8 +153,8 @@ class Site:
             )
         self._spending = Spending(self._file.parent / f"privacy_client_{client}.json")
         self._built: Recipe | None = None
-        # The policy that what is built was held against; the site's may have changed since.
-        self._held_against = self.policy
+        # The policy that has permitted what is built; the site's may have changed since.
+        self._checked_by = self.policy
         self._base: Base | None = None
         self._signature: dict[str, Any] = {}
         self._load()
@@ -289,16 +289,16 @@ class Site:
         return recipe
 
     def _check_again(self) -> None:
-        """Hold a recipe that is built against a policy that is another by now, and against what is approved by now."""
+        """Check a recipe that is built by the present policy and approvals."""
         self.policy.approved(self._recipe)
-        if self._built is not None and self.policy != self._held_against:
+        if self._built is not None and self.policy != self._checked_by:
             self.policy.check_privacy(self._built.loop.privacy, _private(self._built))
-            self._held_against = self.policy
+            self._checked_by = self.policy
 
     def _fit(self, number: int) -> FederatedLoop:
         """Make one round; none for -1."""
         if self._built is None:
-            self._built, self._base, self._held_against = self._build(), None, self.policy
+            self._built, self._base, self._checked_by = self._build(), None, self.policy
         recipe = self._built
         recipe.loop.participants = [[self.client]] * (number + 1) or None
         make_one_epoch(recipe.trainer, number)
@@ -316,7 +316,7 @@ class Site:
         if private is None or not steps:
             return
         mechanism = private.mechanism(self.client)
-        with self._spending.held():
+        with self._spending.locked():
             epsilon = self._spending.epsilon(private.delta, private.accountant, (mechanism, steps))
             self.policy.check_cost(epsilon, private.delta, steps)
             self._spending.charge(mechanism, steps)

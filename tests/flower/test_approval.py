@@ -455,7 +455,10 @@ def test_links_are_not_followed(tmp_path):
         AuditLog(state / "audit.jsonl").append(direction="received")
     with pytest.raises(MisconfigurationException, match="is a link"):
         Site(recipe, 0, state / "study.safetensors")
-    with pytest.raises(MisconfigurationException, match="is a link"), Spending(state / "privacy_client_0.json").held():
+    with (
+        pytest.raises(MisconfigurationException, match="is a link"),
+        Spending(state / "privacy_client_0.json").locked(),
+    ):
         """Not reached."""
     shared = tmp_path / "shared"
     shared.mkdir()

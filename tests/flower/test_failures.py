@@ -21,7 +21,7 @@ from lightning_lowrank.flower import server
 from lightning_lowrank.flower.approval import filled, read_plain
 from lightning_lowrank.flower.client import client_app
 from lightning_lowrank.flower.recipe import build, check_optimizers
-from lightning_lowrank.flower.rounds import RemoteRounds
+from lightning_lowrank.flower.remote_rounds import RemoteRounds
 from lightning_lowrank.flower.server import serve
 from lightning_lowrank.models import Classifier
 from tests.flower.helpers import (
@@ -85,7 +85,7 @@ def test_bad_payloads_are_refused_and_the_rounds_go_on(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     recipe = fast(tmp_path, {"trainer": {"max_epochs": len(KINDS)}})
     told = []
-    monkeypatch.setattr("lightning_lowrank.flower.rounds.rank_zero_warn", told.append)
+    monkeypatch.setattr("lightning_lowrank.flower.remote_rounds.rank_zero_warn", told.append)
 
     def prepare(grid):
         grid.tamper = tamper_with(102, KINDS)

@@ -54,7 +54,7 @@ POISON = [scaled(-100), scaled(1e30), scaled(1e25), lambda data: data[:100], lam
 @pytest.fixture(autouse=True)
 def here(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("lightning_lowrank.flower.rounds._WAIT_FOR_NEW", 0.05)
+    monkeypatch.setattr("lightning_lowrank.flower.remote_rounds._WAIT_FOR_NEW", 0.05)
 
 
 def test_a_torn_file_is_put_aside_and_told(tmp_path):
@@ -136,7 +136,7 @@ def test_a_second_node_does_not_take_a_clients_place(tmp_path, monkeypatch):
 def test_what_flower_makes_of_a_message_is_its_sites_alone(tmp_path, monkeypatch, harm):
     recipe = write_recipe(tmp_path, merged(SMALL, {"trainer": {"max_epochs": 1}}))
     told = []
-    monkeypatch.setattr("lightning_lowrank.flower.rounds.rank_zero_warn", told.append)
+    monkeypatch.setattr("lightning_lowrank.flower.remote_rounds.rank_zero_warn", told.append)
 
     def silent(grid):
         grid.tamper = answering(102, lambda number, data: b"x")
@@ -199,9 +199,9 @@ class Clock:
 @pytest.mark.nightly
 def test_a_node_that_never_joins_is_waited_for_once(tmp_path, monkeypatch):
     clock = Clock()
-    for module in ("members", "rounds", "transport"):
+    for module in ("members", "remote_rounds", "transport"):
         monkeypatch.setattr(f"lightning_lowrank.flower.{module}.time", clock)
-    monkeypatch.setattr("lightning_lowrank.flower.rounds._WAIT_FOR_NEW", 60.0)
+    monkeypatch.setattr("lightning_lowrank.flower.remote_rounds._WAIT_FOR_NEW", 60.0)
 
     def prepare(grid):
         silent = grid.start(client_app(recipe), partition_id=0, state_dir=str(tmp_path / "silent"))
@@ -267,7 +267,7 @@ def test_a_site_without_its_file_goes_on_as_a_new_one(tmp_path, monkeypatch, nam
     )
     told, forgotten = [], []
     monkeypatch.setattr("lightning_lowrank.flower.client.rank_zero_warn", told.append)
-    for module in ("members", "rounds"):
+    for module in ("members", "remote_rounds"):
         monkeypatch.setattr(f"lightning_lowrank.flower.{module}.rank_zero_warn", told.append)
     kind = getattr(algorithms, name)
     own = kind.forget

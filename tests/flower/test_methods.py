@@ -17,7 +17,7 @@ from lightning_lowrank.aggregation import LoRAA2
 from lightning_lowrank.compression import Dense, Half, Quantize, RandomK, TopK
 from lightning_lowrank.federated import client_states
 from lightning_lowrank.flower.recipe import Recipe
-from lightning_lowrank.flower.rounds import RemoteRounds
+from lightning_lowrank.flower.remote_rounds import RemoteRounds
 from lightning_lowrank.interop.checkpoints import adapter_checkpoint
 from tests.algorithms.methods import LOW_RANK, METHODS, MOMENTUM, Method, each_method
 from tests.flower.helpers import run_on_sites

@@ -18,7 +18,7 @@ from lightning_lowrank.flower.approval import Approvals
 from lightning_lowrank.flower.messages import options_of
 from lightning_lowrank.flower.policy import Policy, PolicyViolation
 from lightning_lowrank.flower.recipe import build
-from lightning_lowrank.flower.rounds import RemoteRounds
+from lightning_lowrank.flower.remote_rounds import RemoteRounds
 from lightning_lowrank.flower.site import Site
 from tests.flower.helpers import MUD, approve, entries_of, merged, method, reasons, run_on_sites, write_recipe
 from tests.grids import nightly_except

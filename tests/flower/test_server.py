@@ -11,7 +11,7 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from lightning_lowrank.federated import client_states
 from lightning_lowrank.flower import server
 from lightning_lowrank.flower.client import client_app
-from lightning_lowrank.flower.rounds import RemoteRounds
+from lightning_lowrank.flower.remote_rounds import RemoteRounds
 from lightning_lowrank.flower.server import serve
 from tests.flower.helpers import MUD, assert_equal_runs, merged, method, run_on_sites, simulate, write_recipe
 from tests.flower.local_grid import LocalGrid
@@ -168,7 +168,7 @@ def away(recipe: Path, folder: Path):
 def test_broadcasts_are_kept_for_absent_sites_until_they_are_too_old(tmp_path, monkeypatch, keep, failed):
     monkeypatch.chdir(tmp_path)
     told: list[str] = []
-    monkeypatch.setattr("lightning_lowrank.flower.rounds.rank_zero_warn", told.append)
+    monkeypatch.setattr("lightning_lowrank.flower.remote_rounds.rank_zero_warn", told.append)
     recipe = write_recipe(tmp_path, merged(SMALL, AWAY))
     served, _ = run_on_sites(recipe, tmp_path, prepare=away(recipe, tmp_path), keep_broadcasts=keep)
     assert served.callback_metrics["federated/failed"] == failed

@@ -16,8 +16,8 @@ from rich.console import Console
 
 from lightning_lowrank.federated.data.planner import Chunk
 from lightning_lowrank.federated.data.round_loader import RoundLoader
-from lightning_lowrank.federated.data.rounds import RoundData
 from lightning_lowrank.federated.data.sampling import NeedsPoissonBatches
+from lightning_lowrank.federated.data.training_set import RoundData
 from lightning_lowrank.federated.exchange import Exchange
 from lightning_lowrank.federated.execution.base import Execution
 from lightning_lowrank.federated.execution.channels_last import ChannelsLast

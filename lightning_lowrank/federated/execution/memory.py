@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
 from lightning_lowrank.federated.client_states import size as bytes_of
-from lightning_lowrank.federated.data.rounds import RoundData
+from lightning_lowrank.federated.data.training_set import RoundData
 from lightning_lowrank.federated.execution.snapshot import trial
 from lightning_lowrank.federated.execution.stack import ClientStack
 from lightning_lowrank.federated.free_memory import free_memory

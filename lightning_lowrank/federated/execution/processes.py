@@ -36,7 +36,7 @@ from lightning_lowrank.federated.client_optimizers import ClientOptimizers
 from lightning_lowrank.federated.client_states import flatten_state, unflatten_state
 from lightning_lowrank.federated.coordinator import Coordinator
 from lightning_lowrank.federated.data.planner import RoundPlan
-from lightning_lowrank.federated.data.rounds import RoundData
+from lightning_lowrank.federated.data.training_set import RoundData
 from lightning_lowrank.federated.exchange import Parts
 from lightning_lowrank.federated.messages import Message
 from lightning_lowrank.federated.stages import Arrival
