@@ -16,7 +16,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from lightning_lowrank.aggregation.pairs import LowRankPair, working_dtype
+from lightning_lowrank.aggregation.aggregator import working_dtype
+from lightning_lowrank.aggregation.pairs import LowRankPair
 from lightning_lowrank.internals.torch import own_buffers
 from lightning_lowrank.layers import LowRankLayer, MatrixProduct, low_rank_layers
 from lightning_lowrank.layers.settings import update_scale

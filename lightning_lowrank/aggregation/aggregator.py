@@ -193,3 +193,8 @@ def to_float64(tensor: Tensor) -> Tensor:
     if tensor.is_complex():
         raise TypeError(f"tensors must be of real numbers, but one is of {tensor.dtype}; use torch.view_as_real of it.")
     return tensor.to(float64_device(tensor.device)).double()
+
+
+def working_dtype(dtype: torch.dtype) -> torch.dtype:
+    """Return float32, or float64 for float64."""
+    return torch.promote_types(dtype, torch.float32)

@@ -14,7 +14,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from lightning_lowrank.aggregation.aggregator import float64_device, to_float64
+from lightning_lowrank.aggregation.aggregator import float64_device, to_float64, working_dtype
 from lightning_lowrank.arguments import check_integer, check_number
 
 __all__ = ["LowRankPair"]
@@ -123,11 +123,6 @@ class LowRankPair:
     def to(self, device: torch.device) -> LowRankPair:
         """Return the pair on a device; the pair itself if it is already there."""
         return self if self.B.device == device else LowRankPair(self.B.to(device), self.A.to(device), self.scaling)
-
-
-def working_dtype(dtype: torch.dtype) -> torch.dtype:
-    """Return float32, or float64 for float64."""
-    return torch.promote_types(dtype, torch.float32)
 
 
 def check_rank(name: str, rank: int, shape: tuple[int, int] | None = None) -> None:

@@ -17,8 +17,9 @@ from torch import Tensor
 
 from lightning_lowrank.aggregation.aggregator import to_float64
 from lightning_lowrank.configuration import check_choice
-from lightning_lowrank.federated.algorithm import Algorithm
+from lightning_lowrank.federated.algorithm import Claims
 from lightning_lowrank.federated.messages import Message
+from lightning_lowrank.federated.protocols import UnequalClients
 from lightning_lowrank.federated.state import Base, ClientContext, ClientInfo, Server, State, copy_into, trained_tensors
 from lightning_lowrank.seeding import generator
 
@@ -169,13 +170,16 @@ def copy_blocks_into(live: Mapping[str, Tensor], values: Mapping[str, Tensor]) -
             whole[leading(value.shape)].copy_(value)
 
 
-class PartAveraging(Algorithm, ABC):
+_BY_COUNTS = "numbers are averaged over the clients that sent them, by counts beside the values"
+
+
+class PartAveraging(UnequalClients, ABC):
     """Base class of methods in which a client trains and sends the part of the model that its capacity allows.
 
     A number of the global model becomes the mean over the clients that sent it, or keeps its value if no client did.
     """
 
-    unprotected = "numbers are averaged over the clients that sent them, by counts beside the values"
+    claims = Claims(unprotected=_BY_COUNTS)
     _capacities: Capacities
 
     @abstractmethod

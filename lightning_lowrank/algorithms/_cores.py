@@ -7,13 +7,14 @@ from collections.abc import Mapping
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import Tensor
 
-from lightning_lowrank.federated.algorithm import Algorithm, LocalStep, detached
+from lightning_lowrank.federated.algorithm import LocalStep, detached
 from lightning_lowrank.federated.messages import Message
+from lightning_lowrank.federated.protocols import ChangesBase
 from lightning_lowrank.federated.state import Base, ClientContext, ClientInfo, Server, copy_into
 from lightning_lowrank.layers import CoreProduct, LowRankLayer, low_rank_layers
 
 
-class CoreMethod(Algorithm):
+class CoreMethod(ChangesBase):
     """A method whose sides all know some of the factors from which a round starts: ``base.state["bases"]``.
 
     They are parameters of the module as well. They are not sent down, and up only if they step.

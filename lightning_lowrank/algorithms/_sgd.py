@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
 import torch
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
 from lightning_lowrank.federated.state import Base
 
 
-def parameter_groups(base: Base, method: str) -> dict[str, int]:
-    """Return the index of each trained parameter's group in the one ``torch.optim.SGD``; refuse other optimizers."""
+def parameter_groups(base: Base, method: str, plain: bool = False) -> dict[str, int]:
+    """The index of each trained parameter's group in the one ``torch.optim.SGD``; refuse others, or with momentum."""
     used = [type(optimizer) for optimizer in base.optimizers]
     if used != [torch.optim.SGD]:
         raise MisconfigurationException(
@@ -17,6 +20,8 @@ def parameter_groups(base: Base, method: str) -> dict[str, int]:
             f" only, but the module steps with {', '.join(kind.__name__ for kind in used) or 'no optimizer'}: return"
             " one torch.optim.SGD from configure_optimizers()."
         )
+    for group in base.optimizers[0].param_groups if plain else ():
+        check_plain(group, method)
     names = {parameter: name for name, parameter in base.module.named_parameters() if parameter.requires_grad}
     return {
         names[parameter]: number
@@ -24,3 +29,13 @@ def parameter_groups(base: Base, method: str) -> dict[str, int]:
         for parameter in group["params"]
         if parameter in names
     }
+
+
+def check_plain(group: Mapping[str, Any], method: str) -> None:
+    """Refuse a group of parameters whose steps are not by the learning rate times the gradient."""
+    for option in ("momentum", "maximize"):
+        if group[option]:
+            raise MisconfigurationException(
+                f"{method} takes a client's change over its learning rates for its mean gradient, which it is not with"
+                f" {option}={group[option]}: use torch.optim.SGD without it."
+            )

@@ -11,16 +11,17 @@ from torch.optim import Optimizer
 
 from lightning_lowrank.algorithms.pfedme import pull
 from lightning_lowrank.configuration import check_number
-from lightning_lowrank.federated.algorithm import Algorithm, LocalStep, detached
+from lightning_lowrank.federated.algorithm import LocalStep, detached
 from lightning_lowrank.federated.client_optimizers import fresh_state, is_shared
 from lightning_lowrank.federated.messages import Message
+from lightning_lowrank.federated.protocols import OwnSteps
 from lightning_lowrank.federated.state import ClientContext, ClientInfo
 from lightning_lowrank.internals.torch import copy_each
 
 _PREFIX = "personal."
 
 
-class Ditto(Algorithm):
+class Ditto(OwnSteps):
     r"""Fair and robust federated learning through personalization (Li et al., ICML 2021, Algorithm 1).
 
     On every batch a client makes a step of the module's own optimizer on the global model's copy, as in `FedAvg`, and

@@ -10,13 +10,13 @@ from torch import Tensor
 from lightning_lowrank.algorithms._compressed import add_changes, add_to_held, initial_parameters, missing
 from lightning_lowrank.compression import Codec, Dense, RandomK, Split, TopK
 from lightning_lowrank.configuration import check_number
-from lightning_lowrank.federated.algorithm import Algorithm
 from lightning_lowrank.federated.messages import Message
+from lightning_lowrank.federated.protocols import ChangesBase, OwnCodec
 from lightning_lowrank.federated.state import Base, ClientContext, ClientInfo, Server, copy_into
 from lightning_lowrank.seeding import derive_seed
 
 
-class EF21P(Algorithm):
+class EF21P(ChangesBase, OwnCodec):
     r"""Error feedback from the server, unbiased random coordinates from the clients (Gruntkowska et al., ICML 2023).
 
     All clients hold one and the same copy :math:`w` of the server's model :math:`x`; both are the initial model, which

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from lightning_lowrank.federated.algorithm import Algorithm
+from lightning_lowrank.federated.algorithm import Algorithm, Claims
 
 
 class FedAvg(Algorithm):
@@ -16,4 +16,4 @@ class FedAvg(Algorithm):
         >>> loop = FederatedLoop(FedAvg(), clients=10, clients_per_round=5, partition=IID())
     """
 
-    follows_trained = True
+    claims = Claims(follows_trained=True)

@@ -11,8 +11,9 @@ from torch import Tensor, nn
 from lightning_lowrank.algorithms._compressed import add_changes, add_to_held, initial_parameters, missing
 from lightning_lowrank.compression import Codec, Dense, Sign, Split
 from lightning_lowrank.configuration import check_number
-from lightning_lowrank.federated.algorithm import Algorithm, LocalStep
+from lightning_lowrank.federated.algorithm import LocalStep
 from lightning_lowrank.federated.messages import Message
+from lightning_lowrank.federated.protocols import ChangesBase, OwnCodec, OwnSteps
 from lightning_lowrank.federated.state import Base, ClientContext, ClientInfo, Server, copy_into
 from lightning_lowrank.internals.torch import BATCH_NORMS, INSTANCE_NORMS
 from lightning_lowrank.seeding import generator
@@ -20,7 +21,7 @@ from lightning_lowrank.seeding import generator
 _NORMS = (*BATCH_NORMS, *INSTANCE_NORMS, nn.LayerNorm, nn.GroupNorm, nn.RMSNorm)
 
 
-class FedBAT(Algorithm):
+class FedBAT(ChangesBase, OwnCodec, OwnSteps):
     r"""Federated binarization-aware training (Li et al., ICML 2024, Section 3 and Algorithm 1).
 
     After some steps, a client's forward pass uses its initial weights plus or minus one learned number per tensor: what

@@ -12,8 +12,9 @@ from torch import Tensor
 
 from lightning_lowrank.algorithms._capacity import Capacities, Capacity, copy_blocks_into, refuse_kept_moments
 from lightning_lowrank.configuration import check_choice, check_number
-from lightning_lowrank.federated.algorithm import Algorithm, LocalStep
+from lightning_lowrank.federated.algorithm import Claims, LocalStep
 from lightning_lowrank.federated.messages import Message
+from lightning_lowrank.federated.protocols import UnequalClients
 from lightning_lowrank.federated.state import Base, ClientContext, ClientInfo, Server, State
 from lightning_lowrank.layers import LowRankLayer, MatrixProduct, low_rank_layers
 
@@ -22,7 +23,7 @@ Score = Literal["level", "inverse"]
 _LARGEST_EXPONENT = 500.0
 
 
-class FedHM(Algorithm):
+class FedHM(UnequalClients):
     r"""Federated low-rank models of heterogeneous rank (Yao et al., 2021, arXiv:2111.14655, Algorithm 1).
 
     A level :math:`\gamma` is a rank ratio: a client of level :math:`\gamma < 1` trains factors of rank
@@ -69,7 +70,7 @@ class FedHM(Algorithm):
         ... ]
     """
 
-    static_batch_norm = True
+    claims = Claims(static_batch_norm=True)
 
     def __init__(
         self,
@@ -183,10 +184,6 @@ class FedHM(Algorithm):
 
     def end(self, client: ClientContext) -> Message:
         return Message(self._sent(client.base.sent_up(client.model), self._capacities.level(client)))
-
-    def origin(self, server: Server, client: ClientInfo) -> Mapping[str, Tensor]:
-        """Return the dense model: factors are composed before they are averaged."""
-        return server.model
 
     def receive(self, server: Server, client: ClientInfo, message: Message, weight: float) -> None:
         level = self._capacities.level(client)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import pairwise
 from numbers import Integral
@@ -20,21 +20,21 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import Tensor, nn
 
 from lightning_lowrank.aggregation import (
-    Aggregator,
     Broadcast,
     DistanceRule,
     LoRAA2,
     LowRankPair,
     Operator,
-    RobustRule,
 )
 from lightning_lowrank.aggregation.adapters import Adapter, find_adapters
-from lightning_lowrank.aggregation.pairs import inner_products, padded, working_dtype
+from lightning_lowrank.aggregation.aggregator import working_dtype
+from lightning_lowrank.aggregation.pairs import inner_products, padded
 from lightning_lowrank.algorithms._capacity import Capacities, Capacity, ClientRanks, Ranks
 from lightning_lowrank.arguments import listed
 from lightning_lowrank.configuration import check_patterns
-from lightning_lowrank.federated.algorithm import Algorithm, LocalStep, detached
+from lightning_lowrank.federated.algorithm import Claims, LocalStep, detached
 from lightning_lowrank.federated.messages import Message
+from lightning_lowrank.federated.protocols import ChangesBase, Personal, UnequalClients
 from lightning_lowrank.federated.state import Base, ClientContext, ClientInfo, Server, State, copy_into
 from lightning_lowrank.internals.torch import sharing_memory
 from lightning_lowrank.patterns import matches
@@ -67,7 +67,7 @@ class AggregatedRound:
     broadcasts: Mapping[str, Broadcast]
 
 
-class FedLoRA(Algorithm):
+class FedLoRA(ChangesBase, UnequalClients, Personal):
     r"""Federated LoRA with a given aggregation-broadcast operator (Chen et al., ABO, Algorithms 1 and 2).
 
     Put ``LowRank(MatrixProduct(), rank=8, alpha=16, init="lora", freeze_rest=True)`` before the loop, or give the
@@ -124,8 +124,6 @@ class FedLoRA(Algorithm):
         ... ]
     """
 
-    handles_shared_memory = True
-
     def __init__(
         self,
         operator: Operator,
@@ -180,6 +178,13 @@ class FedLoRA(Algorithm):
         self._factors: dict[str, tuple[Adapter, Name]] = {}
         self._clients = 0
         self._kept: set[str] = set()
+        own = operator.broadcasts == "personal"
+        self.claims = Claims(
+            needs_only_mean=operator.linear and not self._mixed and not budgets,
+            unprotected=f"with {operator!r} each client has a pair or a factor of its own" if own else "",
+            not_single_numbers="the rule works on single numbers, of which products of factors have no list",
+            handles_shared_memory=True,
+        )
 
     def setup(self, base: Base) -> None:
         """Find the adapters, and what clients keep; store or draw the initial values."""
@@ -219,7 +224,7 @@ class FedLoRA(Algorithm):
         self._kept = {name for name in others if any(matches(pattern, name) for pattern in self.keep)}
         local = [f"the factor {name} of each adapter" for name in self.operator.trained(0) - self.operator.sent_up(0)]
         local += [listed(sorted(self._kept))] if self._kept else []
-        self.local_part = " and ".join(local)
+        self.claims = replace(self.claims, local_part=" and ".join(local))
         for adapter in self._adapters.values():
             if adapter.rank > min(adapter.shape):
                 raise MisconfigurationException(
@@ -240,6 +245,9 @@ class FedLoRA(Algorithm):
                         f" {adapter.name!r}, {name}, is zero, so that nothing would change: LowRank(init='lora')"
                         " starts B at zero and A at random."
                     )
+        self._clients = base.clients
+        if self._ranks:
+            self._ranks.check(base.clients, self._largest)
         if "initial" in base.state:
             return
         earlier = {layer: adapter.beside for layer, adapter in self._adapters.items() if adapter.beside}
@@ -277,12 +285,7 @@ class FedLoRA(Algorithm):
                 " operator for clients of different rank is needed, such as SumProduct(), and no levels."
             )
         self._ranks.own[client] = rank
-
-    def check_clients(self, clients: int) -> None:
-        """Refuse ranks of clients that are too large, or of clients that there are not."""
-        self._clients = clients
-        if self._ranks:
-            self._ranks.check(clients, self._largest)
+        self.claims = replace(self.claims, needs_only_mean=False)
 
     def group_key(self, client: ClientInfo) -> Hashable:
         """Clients whose adapters have the same scalings, of any rank, step together."""
@@ -305,11 +308,6 @@ class FedLoRA(Algorithm):
             adapter.scaling = self._scaling(adapter, level)
             if adapter.quantised:
                 adapter.beside = beside.get(layer, {})
-
-    @property
-    def needs_only_mean(self) -> bool:
-        """Whether the operator takes the means of factors, of clients of one rank that send all slots."""
-        return self.operator.linear and not self._mixed and not self.upload_ranks
 
     def unstepped(self, round_number: int) -> frozenset[str]:
         trained = self.operator.trained(round_number)
@@ -351,23 +349,6 @@ class FedLoRA(Algorithm):
         return round_number if self.operator.redraws and name in self._factors else 0
 
     # The server's half
-
-    def check_aggregator(self, rule: Aggregator) -> None:
-        """Refuse robust rules of single numbers, and operators for which the server does not know the products."""
-        super().check_aggregator(rule)
-        if not isinstance(rule, RobustRule):
-            return
-        if not isinstance(rule, DistanceRule):
-            raise MisconfigurationException(
-                f"FedLoRA and aggregator={rule!r} do not go together: the rule works on single numbers, of which"
-                " products of factors have no list. Use one that goes by distances, such as GeometricMedian() or"
-                " MultiKrum(); or FedAvg, which averages factors as any parameters."
-            )
-        if self.operator.broadcasts == "personal":
-            raise MisconfigurationException(
-                f"aggregator={rule!r} compares the products that clients send, and with {self.operator!r} each client"
-                " has a pair or a factor of its own: use an operator such as ProductSum() or SumProduct()."
-            )
 
     def broadcast(self, server: Server, client: ClientInfo) -> Message:
         """Return what the client lacks of the global model: factors of its own rank, and the rest of the model."""
@@ -540,17 +521,6 @@ class FedLoRA(Algorithm):
         """Send the client all factors again."""
         server.state.get("heard", {}).pop(client.id, None)
 
-    def upload_limits(self, base: Base, client: ClientInfo) -> dict[str, tuple[int, ...]]:
-        if not self.upload_ranks:
-            return {}
-        level, live = self._level(client), dict(base.module.named_parameters())
-        limits: dict[str, tuple[int, ...]] = {}
-        for parameter, (adapter, name) in self._factors.items():
-            rank = self._rank(adapter, level)
-            limits[f"{adapter.name}.slots"] = (rank,)
-            limits[parameter] = tuple(adapter.slots(name, live[parameter], rank).shape)
-        return limits
-
     # The client's half
 
     def begin(self, client: ClientContext, message: Message) -> None:
@@ -585,10 +555,13 @@ class FedLoRA(Algorithm):
         sent = {name: value for name, value in client.base.sent_up(model).items() if name not in self._factors}
         personal = {name: sent.pop(name).detach().clone() for name in sorted(self._kept)}
         up, absorbing = self.operator.sent_up(client.round), self.operator.absorbing(client.round)
-        selected = self._selected(client)
+        selected, limits = self._selected(client), dict[str, tuple[int, ...]]()
         for parameter, (adapter, name) in self._factors.items():
             if name in up:
                 value = adapter.slots(name, model[parameter], self._rank(adapter, level))
+                if self.upload_ranks:
+                    # Training chooses how many of them are sent.
+                    limits |= {parameter: tuple(value.shape), f"{adapter.name}.slots": (self._rank(adapter, level),)}
                 if adapter.name in selected:
                     matrix, slots = adapter.matrix(name, value), selected[adapter.name]
                     value = adapter.value(name, matrix.index_select(1 if name == "B" else 0, slots))
@@ -600,7 +573,7 @@ class FedLoRA(Algorithm):
                 personal[parameter] = self._padded(adapter, name, model[parameter], ratio).clone()
         if personal:
             client.state["personal"] = personal
-        return Message(sent)
+        return Message(sent, limits=limits)
 
     def personal_model(self, client: ClientContext, model: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
         return self._at_level(super().personal_model(client, model), self._level(client))

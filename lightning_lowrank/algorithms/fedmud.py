@@ -10,14 +10,15 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import Tensor
 
 from lightning_lowrank.configuration import check_integer
-from lightning_lowrank.federated.algorithm import Algorithm, detached
+from lightning_lowrank.federated.algorithm import Claims, detached
 from lightning_lowrank.federated.messages import Message
+from lightning_lowrank.federated.protocols import ChangesBase
 from lightning_lowrank.federated.state import Base, ClientContext, Server, copy_into
 from lightning_lowrank.layers import LowRankLayer, low_rank_layers
 from lightning_lowrank.seeding import derive_seed
 
 
-class FedMUD(Algorithm):
+class FedMUD(ChangesBase):
     r"""Federated learning with model update decomposition (Li et al., ICML 2025, Section 3.1, Eqs. 3-4).
 
     Put ``LowRank(..., role="update")`` before the loop. Its choices give the paper's variants: ``BlockKronecker`` is
@@ -47,17 +48,12 @@ class FedMUD(Algorithm):
         ... ]
     """
 
-    follows_trained = True
-
     def __init__(self, reset_interval: int = 1) -> None:
         check_integer("reset_interval", reset_interval)
         self.reset_interval = reset_interval
+        self.claims = Claims(follows_trained=True, averages_over_rounds=reset_interval == 1)
         self._layers: dict[str, LowRankLayer] = {}
         self._factors: dict[str, None] = {}
-
-    @property
-    def averages_over_rounds(self) -> bool:
-        return self.reset_interval == 1
 
     def setup(self, base: Base) -> None:
         self._layers = {

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-
 import torch
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
-from torch import Tensor
 
 from lightning_lowrank.aggregation.aggregator import home_of
 from lightning_lowrank.algorithms._sgd import parameter_groups
-from lightning_lowrank.federated.algorithm import Algorithm, LocalStep
+from lightning_lowrank.federated.algorithm import Algorithm, Claims, LocalStep
 from lightning_lowrank.federated.messages import Message
 from lightning_lowrank.federated.state import Base, ClientContext, Server
 
@@ -46,18 +43,17 @@ class FedNova(Algorithm):
         >>> loop = FederatedLoop(FedNova(), clients=100, clients_per_round=10, partition=Dirichlet(0.3), local_epochs=3)
     """
 
-    exact = frozenset({_NORMS})
-    unprotected = "a client's amount of work, which it states itself, scales the change of the whole model"
+    claims = Claims(
+        exact=frozenset({_NORMS}),
+        sends_changes=True,
+        unprotected="a client's amount of work, which it states itself, scales the change of the whole model",
+    )
 
     def __init__(self) -> None:
         self._groups: dict[str, int] = {}
 
-    def setup_optimizers(self, base: Base) -> None:
+    def setup(self, base: Base) -> None:
         self._groups = parameter_groups(base, "FedNova")
-
-    def reference(self, base: Base, received: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
-        """Return the buffers: of the parameters, the client sends the change."""
-        return {name: value for name, value in received.items() if name in base.initial_buffers}
 
     def begin(self, client: ClientContext, message: Message) -> None:
         """Install what was received, and start counting."""

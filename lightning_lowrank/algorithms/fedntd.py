@@ -11,14 +11,15 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import Tensor
 
 from lightning_lowrank.configuration import check_number
-from lightning_lowrank.federated.algorithm import Algorithm, LocalStep, detached
+from lightning_lowrank.federated.algorithm import Claims, LocalStep, detached
 from lightning_lowrank.federated.data.columns import describe
 from lightning_lowrank.federated.messages import Message
 from lightning_lowrank.federated.objective import add_to_loss, part_of, recorded, with_weights
+from lightning_lowrank.federated.protocols import OwnSteps
 from lightning_lowrank.federated.state import Base, ClientContext, ClientInfo
 
 
-class FedNTD(Algorithm):
+class FedNTD(OwnSteps):
     r"""Federated not-true distillation (Lee et al., NeurIPS 2022, Eqs. 3 to 5, Algorithm 1).
 
     With the logits of the client's model and of the model that it received, without that of each sample's own class,
@@ -43,7 +44,7 @@ class FedNTD(Algorithm):
         >>> loop = FederatedLoop(FedNTD(), clients=20, partition=LabelCount(2))
     """
 
-    follows_trained = True
+    claims = Claims(follows_trained=True)
 
     def __init__(
         self, logits: str = "network", beta: float = 1.0, temperature: float = 1.0, targets: int | str = 1

@@ -6,7 +6,7 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
 from lightning_lowrank.algorithms.pfedme import pull
 from lightning_lowrank.configuration import check_number
-from lightning_lowrank.federated.algorithm import Algorithm, LocalStep
+from lightning_lowrank.federated.algorithm import Algorithm, Claims, LocalStep
 from lightning_lowrank.federated.messages import Message
 from lightning_lowrank.federated.state import Base, ClientContext
 
@@ -31,13 +31,13 @@ class FedProx(Algorithm):
         >>> loop = FederatedLoop(FedProx(mu=0.01), clients=100, clients_per_round=10, partition=Dirichlet(0.3))
     """
 
-    follows_trained = True
+    claims = Claims(follows_trained=True)
 
     def __init__(self, mu: float) -> None:
         check_number("mu", mu, least=0)
         self.mu = mu
 
-    def setup_optimizers(self, base: Base) -> None:
+    def setup(self, base: Base) -> None:
         if len(base.optimizers) > 1:
             raise MisconfigurationException(
                 f"FedProx adds its term to all gradients at each step, and the {len(base.optimizers)} optimizers of"

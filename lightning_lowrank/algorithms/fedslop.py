@@ -6,8 +6,8 @@ import torch
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import Tensor
 
-from lightning_lowrank.federated.algorithm import Algorithm
 from lightning_lowrank.federated.messages import Message
+from lightning_lowrank.federated.protocols import ChangesBase
 from lightning_lowrank.federated.state import Base, ClientContext, ClientInfo, Server, copy_into
 from lightning_lowrank.optim import ProjectedSGD
 from lightning_lowrank.seeding import derive_seed
@@ -16,7 +16,7 @@ _SEED = "subspace.seed"
 _COEFFICIENTS = "coefficients."
 
 
-class FedSLoP(Algorithm):
+class FedSLoP(ChangesBase):
     r"""Federated learning with low-rank gradient projection (He et al., 2026, Algorithm 1).
 
     The module's optimizer must be `ProjectedSGD` with ``refresh_interval=None``: its ``rank`` and ``momentum`` are the
@@ -52,7 +52,7 @@ class FedSLoP(Algorithm):
     def __init__(self) -> None:
         self._places: dict[str, tuple[int, int, int]] = {}
 
-    def setup_optimizers(self, base: Base) -> None:
+    def setup(self, base: Base) -> None:
         """Check the optimizers, and find each parameter's place in them."""
         self._places = {}
         names = {value: name for name, value in base.module.named_parameters() if value.requires_grad}

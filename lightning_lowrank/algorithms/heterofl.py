@@ -7,6 +7,7 @@ only the sliced layers mix channels.
 from __future__ import annotations
 
 from collections.abc import Hashable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any, Literal, cast
 
@@ -85,7 +86,7 @@ class HeteroFL(PartAveraging):
         ... )
     """
 
-    static_batch_norm = True
+    claims = replace(PartAveraging.claims, static_batch_norm=True)
 
     def __init__(
         self,
@@ -102,7 +103,7 @@ class HeteroFL(PartAveraging):
         check_choice("last_layer", last_layer, Literal["mean", "holders"])
         self.scaler = scaler
         self.last_layer = last_layer
-        self.needs_labels = last_layer == "holders"
+        self.claims = replace(self.claims, needs_labels=last_layer == "holders")
         self._extents: dict[str, tuple[_Extent, ...]] = {}
         self._scaled: list[nn.Module] = []
         self._last: dict[str, int] = {}

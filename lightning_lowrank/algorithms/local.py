@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from lightning_lowrank.federated.algorithm import Algorithm, detached
+from lightning_lowrank.federated.algorithm import Algorithm, Claims, detached
 from lightning_lowrank.federated.messages import Message
 from lightning_lowrank.federated.state import Base, ClientContext, ClientInfo, Server, copy_into, trained_tensors
 
@@ -19,7 +19,7 @@ class LocalTraining(Algorithm):
         >>> loop = FederatedLoop(LocalTraining(), clients=20, partition=LabelCount(2))
     """
 
-    local_part = "the whole model"
+    claims = Claims(local_part="the whole model")
 
     def setup(self, base: Base) -> None:
         """Keep the initial model, from which each client starts."""

@@ -11,13 +11,14 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import nn
 
 from lightning_lowrank.configuration import check_number
-from lightning_lowrank.federated.algorithm import Algorithm, LocalStep, detached
+from lightning_lowrank.federated.algorithm import LocalStep, detached
 from lightning_lowrank.federated.messages import Message
 from lightning_lowrank.federated.objective import add_to_loss, part_of, recorded, with_weights
+from lightning_lowrank.federated.protocols import OwnSteps
 from lightning_lowrank.federated.state import Base, ClientContext, ClientInfo
 
 
-class MOON(Algorithm):
+class MOON(OwnSteps):
     r"""Model-contrastive federated learning (Li et al., CVPR 2021, Eqs. 3 and 4, Algorithm 1).
 
     With the features :math:`z` of a batch under the client's model, :math:`z_g` under the model that it received, and

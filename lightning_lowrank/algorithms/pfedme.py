@@ -8,12 +8,13 @@ import torch
 from torch import Tensor
 
 from lightning_lowrank.configuration import check_integer, check_number
-from lightning_lowrank.federated.algorithm import Algorithm, LocalStep, detached
+from lightning_lowrank.federated.algorithm import LocalStep, detached
 from lightning_lowrank.federated.messages import Message
+from lightning_lowrank.federated.protocols import OwnSteps
 from lightning_lowrank.federated.state import ClientContext, ClientInfo, Server
 
 
-class PFedMe(Algorithm):
+class PFedMe(OwnSteps):
     r"""Personalized federated learning with Moreau envelopes (Dinh et al., NeurIPS 2020, Algorithm 1).
 
     The live module is a client's personal model :math:`\theta`, which begins each round at the global model

@@ -12,15 +12,16 @@ from lightning_lowrank.aggregation.aggregator import to_float64
 from lightning_lowrank.algorithms._compressed import initial_parameters
 from lightning_lowrank.compression import Codec, Dense, RandomK, Split
 from lightning_lowrank.configuration import check_number
-from lightning_lowrank.federated.algorithm import Algorithm, detached
+from lightning_lowrank.federated.algorithm import Claims, detached
 from lightning_lowrank.federated.messages import Message
+from lightning_lowrank.federated.protocols import OwnCodec
 from lightning_lowrank.federated.state import Base, ClientContext, ClientInfo, Server, copy_into
 from lightning_lowrank.seeding import derive_seed
 
 _SENT = "sent."
 
 
-class RandomCoordinates(Algorithm):
+class RandomCoordinates(OwnCodec):
     """Federated averaging of random coordinates, "FedAvg (s.a.r.)" of TDPFed (Section VII-D).
 
     The paper says that parameters to transmit are selected at random, "according to the same proportion in the process
@@ -50,7 +51,7 @@ class RandomCoordinates(Algorithm):
         self.share_up = share_up
 
     encodes_values = True
-    unprotected = "numbers are averaged over the clients that sent them, by masks beside the values"
+    claims = Claims(unprotected="numbers are averaged over the clients that sent them, by masks beside the values")
 
     def setup(self, base: Base) -> None:
         """Keep the initial model, from which a client starts in its first round."""

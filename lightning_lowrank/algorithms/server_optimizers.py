@@ -9,7 +9,7 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import Tensor
 
 from lightning_lowrank.configuration import check_number
-from lightning_lowrank.federated.algorithm import Algorithm
+from lightning_lowrank.federated.algorithm import Algorithm, Claims
 from lightning_lowrank.federated.state import Server
 
 Moments = dict[str, Tensor]
@@ -30,7 +30,7 @@ class ServerOptimizer(Algorithm, ABC):
         MisconfigurationException: If ``lr`` is not a finite number above 0.
     """
 
-    follows_trained = True
+    claims = Claims(follows_trained=True)
 
     def __init__(self, lr: float) -> None:
         check_number("lr", lr, above=0)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Mapping, Sequence
+from dataclasses import replace
 
 import torch
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
@@ -12,6 +13,7 @@ from lightning_lowrank.algorithms._capacity import Capacities, Capacity, PartAve
 from lightning_lowrank.configuration import check_integer
 from lightning_lowrank.federated.algorithm import LocalStep
 from lightning_lowrank.federated.messages import Message
+from lightning_lowrank.federated.protocols import OwnSteps, Personal
 from lightning_lowrank.federated.state import Base, ClientContext, ClientInfo, Server, copy_into
 from lightning_lowrank.seeding import generator
 
@@ -67,7 +69,7 @@ class Ensemble(nn.Module):
         return logits @ weights.to(logits.dtype)
 
 
-class SplitMix(PartAveraging):
+class SplitMix(PartAveraging, Personal, OwnSteps):
     """Federated learning of an ensemble of narrow networks (Hong et al., ICLR 2022, Algorithm 1).
 
     The module's network is an `Ensemble`. A client with a budget of b trains b of its bases in a round, drawn each time
@@ -98,7 +100,7 @@ class SplitMix(PartAveraging):
         >>> loop = FederatedLoop(SplitMix([3, 2, 1]), clients=20, clients_per_round=10, partition=Dirichlet(0.5))
     """
 
-    static_batch_norm = True
+    claims = replace(PartAveraging.claims, static_batch_norm=True)
 
     def __init__(
         self,

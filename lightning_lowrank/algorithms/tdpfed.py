@@ -18,8 +18,9 @@ from torch import Tensor
 
 from lightning_lowrank.algorithms.pfedme import mix, pull, working_copy
 from lightning_lowrank.configuration import check_choice, check_integer, check_number
-from lightning_lowrank.federated.algorithm import Algorithm, LocalStep, detached
+from lightning_lowrank.federated.algorithm import LocalStep, detached
 from lightning_lowrank.federated.messages import Message
+from lightning_lowrank.federated.protocols import OwnSteps
 from lightning_lowrank.federated.state import Base, ClientContext, ClientInfo, Server, copy_into
 from lightning_lowrank.internals.torch import adam_step
 from lightning_lowrank.layers import CP, low_rank_layers
@@ -34,7 +35,7 @@ _GAIN = 1e-4
 _EPS = 1e-8
 
 
-class TDPFed(Algorithm):
+class TDPFed(OwnSteps):
     r"""Tensor decomposition based personalized federated learning (Wang et al., Algorithm 1, Eqs. 11-20).
 
     The live module stays dense and is a client's personal model :math:`\theta`, which begins each round at the global
@@ -241,10 +242,6 @@ class TDPFed(Algorithm):
             for name, each in client.round_state["factors"].items()
         }
         return Message({**buffers, **_named(factors)})
-
-    def origin(self, server: Server, client: ClientInfo) -> Mapping[str, Tensor]:
-        """Return the global factors, beside the composed model."""
-        return {**server.model, **_named(server.state["factors"])}
 
     @torch.no_grad()
     def receive(self, server: Server, client: ClientInfo, message: Message, weight: float) -> None:

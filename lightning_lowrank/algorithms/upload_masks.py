@@ -17,8 +17,9 @@ from torch import Tensor
 from lightning_lowrank.compression import Mask
 from lightning_lowrank.compression.wire import pack_bits, unpack_bits
 from lightning_lowrank.configuration import check_number
-from lightning_lowrank.federated.algorithm import Algorithm, LocalStep
+from lightning_lowrank.federated.algorithm import Claims, LocalStep
 from lightning_lowrank.federated.messages import Message
+from lightning_lowrank.federated.protocols import OwnCodec
 from lightning_lowrank.federated.state import Base, ClientContext, ClientInfo, Server, copy_into
 from lightning_lowrank.seeding import derive_seed, generator
 
@@ -30,7 +31,7 @@ _CHOICE = "mask.choice"
 _WAITS = "mask.waits"
 
 
-class UploadMask(Algorithm, ABC):
+class UploadMask(OwnCodec, ABC):
     """Base class of methods that upload, in a round, the same share of the coordinates from every client.
 
     The coordinates are those of all trained parameters laid end to end. The server takes the weighted mean of the
@@ -139,9 +140,9 @@ class GradientMask(UploadMask):
     """
 
     described_by = _BITS
-    unprotected = "one client chooses the coordinates that all of them send"
+    claims = Claims(unprotected="one client chooses the coordinates that all of them send")
 
-    def setup_optimizers(self, base: Base) -> None:
+    def setup(self, base: Base) -> None:
         if len(base.optimizers) > 1:
             raise MisconfigurationException(
                 f"GradientMask ranks the gradients of all parameters at a client's first step, and the module has"

@@ -16,7 +16,6 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
 from lightning_lowrank.arguments import Configured
 from lightning_lowrank.configuration import check_integer, check_number
-from lightning_lowrank.federated.algorithm import inherits
 from lightning_lowrank.federated.checks import check_factors_move, refuse_batch_norm
 from lightning_lowrank.federated.data.loader_checks import check_loader
 from lightning_lowrank.federated.data.poisson import PoissonLoader
@@ -27,6 +26,7 @@ from lightning_lowrank.federated.loop import FederatedLoop
 from lightning_lowrank.federated.privacy.accounting import Accountant, Mechanism, check_budget, noise_for
 from lightning_lowrank.federated.privacy.noise import gaussian
 from lightning_lowrank.federated.privacy.samples import SampleGradients, with_gradients
+from lightning_lowrank.federated.protocols import ChangesBase, inherits
 from lightning_lowrank.federated.site import SEED_IS_KNOWN, SiteExchange
 from lightning_lowrank.federated.state import State
 from lightning_lowrank.internals.lightning import TrainLoaderSource, log_figures
@@ -231,7 +231,7 @@ class DifferentialPrivacy(NeedsPoissonBatches, Configured, Callback):
         if not inherits(self._loop.algorithm, "local_update"):
             raise MisconfigurationException(
                 "DifferentialPrivacy accounts one gradient of each batch, and"
-                f" {type(self._loop.algorithm).__name__} takes others or several of them (Algorithm.local_update): use"
+                f" {type(self._loop.algorithm).__name__} takes others or several of them (OwnSteps.local_update): use"
                 " a method that leaves the optimizer's step as it is, such as FedAvg()."
             )
         if isinstance(self._loop.exchange, SiteExchange) and not self.secure:
@@ -287,7 +287,7 @@ class DifferentialPrivacy(NeedsPoissonBatches, Configured, Callback):
 
     def _names(self, module: pl.LightningModule, round_number: int) -> list[str]:
         """Return the names of the parameters that move in a round."""
-        still = frozenset() if self._loop is None else self._loop.algorithm.unstepped(round_number)
+        still = frozenset() if self._loop is None else ChangesBase.of(self._loop.algorithm).unstepped(round_number)
         return [name for name, value in module.named_parameters() if value.requires_grad and name not in still]
 
     def _place(self, trainer: Any) -> _Place:

@@ -22,6 +22,7 @@ from lightning_lowrank.federated import FederatedLoop
 from lightning_lowrank.federated.algorithm import CompletesModels
 from lightning_lowrank.federated.data.columns import describe
 from lightning_lowrank.federated.data.loader_checks import loader_like
+from lightning_lowrank.federated.protocols import UnequalClients
 from lightning_lowrank.federated.randomness import OwnGenerators, StepRandomness
 from lightning_lowrank.internals.lightning import batch_transfer, check_namespace
 from lightning_lowrank.internals.torch import BATCH_NORMS
@@ -243,7 +244,7 @@ class StaticBatchNorm(Configured, Callback, CompletesModels):
         count = self._given(trainer)
         if not count and loop is not None and loop.plan is not None:
             if self._models is None:
-                self._models = 1 + len(loop.algorithm.variants(loop.server))
+                self._models = 1 + len(UnequalClients.of(loop.algorithm).variants(loop.server))
             count = max(1, sum(loop.plan.batches) // self._models)
         self._pass(trainer, module, self._training_loader(trainer), count)
 

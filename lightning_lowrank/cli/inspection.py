@@ -30,6 +30,7 @@ from lightning_lowrank.federated.exchange import Parts
 from lightning_lowrank.federated.ledger import Ledger
 from lightning_lowrank.federated.loop import FederatedLoop
 from lightning_lowrank.federated.messages import Message
+from lightning_lowrank.federated.protocols import UnequalClients
 from lightning_lowrank.federated.state import trained_tensors
 from lightning_lowrank.layers import LowRankLayer
 from lightning_lowrank.layers.survey import RECURRENT
@@ -303,9 +304,9 @@ def _first_packets(
     live = trained_tensors(module)
     coordinator.begin_round(RoundPlan(0, (0,), (1,), (), ()), live, idle=0)
     info, client = coordinator.info(0), coordinator.context(0, live, steps=1)
-    loop.algorithm.configure(server.base, info)
+    UnequalClients.of(loop.algorithm).configure(server.base, info)
     down = coordinator.broadcasts.packet(info)
     loop.algorithm.begin(client, Message(down.received))
     up = coordinator.wire.up(client, loop.algorithm.end(client), down.received)
-    loop.algorithm.configure(server.base, None)
+    UnequalClients.of(loop.algorithm).configure(server.base, None)
     return {"up": up, "down": down}

@@ -1,6 +1,6 @@
 """Clients, partitions, rounds, and the callback that runs them."""
 
-from lightning_lowrank.federated.algorithm import Algorithm, LocalStep
+from lightning_lowrank.federated.algorithm import Algorithm, Claims, LocalStep, detached, zeros_like
 from lightning_lowrank.federated.attacks import (
     ALIE,
     Attack,
@@ -28,9 +28,10 @@ from lightning_lowrank.federated.loop import FederatedLoop
 from lightning_lowrank.federated.messages import Message
 from lightning_lowrank.federated.objective import MaskAbsentClasses, Objective
 from lightning_lowrank.federated.privacy import ClientPrivacy
+from lightning_lowrank.federated.protocols import ChangesBase, OwnCodec, OwnSteps, Personal, UnequalClients
 from lightning_lowrank.federated.safe_files import WholeCheckpoints
 from lightning_lowrank.federated.stages import Arrival, RoundStage
-from lightning_lowrank.federated.state import Base, ClientContext, ClientInfo, Server
+from lightning_lowrank.federated.state import Base, ClientContext, ClientInfo, Server, copy_into
 from lightning_lowrank.federated.system import DeviceClasses, Distribution, LogNormal, SystemModel
 from lightning_lowrank.federated.traces import AvailabilityTrace, Trace
 
@@ -43,6 +44,8 @@ __all__ = [
     "AvailabilityTrace",
     "Base",
     "ByKey",
+    "ChangesBase",
+    "Claims",
     "ClientContext",
     "ClientIndices",
     "ClientInfo",
@@ -64,14 +67,21 @@ __all__ = [
     "MaskAbsentClasses",
     "Message",
     "Objective",
+    "OwnCodec",
+    "OwnSteps",
     "Partition",
+    "Personal",
     "RoundStage",
     "Scaled",
     "Server",
     "SignFlip",
     "SystemModel",
     "Trace",
+    "UnequalClients",
     "WholeCheckpoints",
+    "copy_into",
+    "detached",
     "find_labels",
     "register_elementwise",
+    "zeros_like",
 ]

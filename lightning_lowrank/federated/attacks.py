@@ -23,6 +23,7 @@ from lightning_lowrank.aggregation.aggregator import float64_device
 from lightning_lowrank.arguments import Configured
 from lightning_lowrank.configuration import check_integer, check_number
 from lightning_lowrank.federated.messages import Message
+from lightning_lowrank.federated.protocols import OwnCodec
 from lightning_lowrank.federated.stages import Arrival, RoundStage, Way
 from lightning_lowrank.federated.state import ClientInfo, Server
 from lightning_lowrank.seeding import derive_seed, generator
@@ -68,7 +69,7 @@ class Attack(Configured, ABC):
 
     Attackers train as the others do, and then know their own change and those of all honest clients of the cohort. They
     replace every floating-point tensor of their message, buffers included; `forge` says by what. It works on changes:
-    the value less that which the clients started from (`Algorithm.upload_origin`). Messages are replaced where they
+    the value less that which the clients started from (`OwnCodec.upload_origin`). Messages are replaced where they
     arrive, behind all codecs, so that an attacker is not bound to what its codec could express. They have the tensors,
     shapes and types that they should have, and finite numbers.
 
@@ -479,7 +480,7 @@ class Attackers(RoundStage):
 
     def _origin_of(self, arrival: Arrival) -> Mapping[str, Tensor]:
         origin = arrival.find_origin(arrival.client)
-        if not self._way.algorithm.encodes_values:
+        if not OwnCodec.of(self._way.algorithm).encodes_values:
             return origin
         # The method's own codec leaves out numbers, which are zero in the message.
         tensors = arrival.message.tensors

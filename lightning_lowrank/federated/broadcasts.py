@@ -11,6 +11,7 @@ from torch import Tensor
 from lightning_lowrank.compression import Packet
 from lightning_lowrank.federated.algorithm import Algorithm, detached
 from lightning_lowrank.federated.messages import Message
+from lightning_lowrank.federated.protocols import upload_origin
 from lightning_lowrank.federated.state import ClientInfo, Server
 from lightning_lowrank.federated.wire import Wire
 from lightning_lowrank.internals.torch import is_unchanged, version_of
@@ -136,7 +137,7 @@ class Broadcasts:
         """The values, by name, of which a client's message has the change if it received these."""
         base = self._server.base
         # A client may have been sent some of the global model's values in earlier rounds alone.
-        origin = self._algorithm.upload_origin(base, self._server.sent_down(), received)
+        origin = upload_origin(self._algorithm, base, self._server.sent_down(), received)
         return {**origin, **base.fresh_buffers}
 
     def origin_of(self, client: ClientInfo) -> Mapping[str, Tensor]:

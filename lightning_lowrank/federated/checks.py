@@ -33,9 +33,11 @@ from torch.func import jvp
 from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
+from lightning_lowrank.aggregation import Aggregator, DistanceRule, RobustRule
 from lightning_lowrank.aggregation.adapters import find_adapters
 from lightning_lowrank.arguments import listed
-from lightning_lowrank.federated.algorithm import Algorithm, CompletesModels, inherits
+from lightning_lowrank.federated.algorithm import Algorithm, CompletesModels
+from lightning_lowrank.federated.protocols import inherits
 from lightning_lowrank.federated.settings import FederatedSettings
 from lightning_lowrank.federated.state import Base, BufferPolicy, trained_tensors
 from lightning_lowrank.internals.lightning import overrides
@@ -236,7 +238,7 @@ def check_factor_gradients(
 def check_memory(loop: Any, module: nn.Module) -> None:
     """Refuse two tensors in one memory where the method or a codec may make two values of them."""
     alike = inherits(loop.algorithm, "begin", "end", "receive", "personal_model") and loop.buffers == "average"
-    if loop.algorithm.handles_shared_memory or (alike and not (loop.uplink or loop.downlink)):
+    if loop.algorithm.claims.handles_shared_memory or (alike and not (loop.uplink or loop.downlink)):
         return
     shared = sharing_memory(trained_tensors(module).items())
     if shared:
@@ -247,9 +249,26 @@ def check_memory(loop: Any, module: nn.Module) -> None:
         )
 
 
+def check_rule(algorithm: Algorithm, rule: Aggregator) -> None:
+    """Refuse a robust rule that would not see all that the clients of a method send."""
+    if not isinstance(rule, RobustRule):
+        return
+    claims, method = algorithm.claims, repr(algorithm)
+    if claims.unprotected:
+        raise MisconfigurationException(
+            f"{method} and aggregator={rule!r} do not go together: {claims.unprotected}, which a robust rule cannot"
+            " protect. Use a method that averages what clients send, such as FedAvg or FedMUD, or leave out aggregator."
+        )
+    if claims.not_single_numbers and not isinstance(rule, DistanceRule):
+        raise MisconfigurationException(
+            f"{method} and aggregator={rule!r} do not go together: {claims.not_single_numbers}. Use a rule that goes by"
+            " distances, such as GeometricMedian() or MultiKrum(); or FedAvg, which averages factors as any parameters."
+        )
+
+
 def goes_on_from(settings: FederatedSettings) -> str:
     """Return what in an experiment goes on from the parameters trained in earlier rounds, so that they must stay."""
-    if not settings.algorithm.follows_trained:
+    if not settings.algorithm.claims.follows_trained:
         return f"{type(settings.algorithm).__name__} goes on from what it has of the earlier ones, as FedAvg does not"
     if any(codec.error_feedback for codec in (*settings.uplink, *settings.downlink)):
         return "error feedback goes on from what it has of the earlier ones"
@@ -315,7 +334,7 @@ def _why_no_pruning(callback: Callback) -> str:
 
 def _why_no_averages_over_rounds(callback: Callback, algorithm: Algorithm) -> str:
     averages = isinstance(callback, (WeightAveraging, StochasticWeightAveraging))
-    if not averages or algorithm.averages_over_rounds:
+    if not averages or algorithm.claims.averages_over_rounds:
         return ""
     return (
         f" averages factors over rounds, and {type(algorithm).__name__} draws them again while they contain a change:"
@@ -473,7 +492,7 @@ def static_batch_norm_advice(
     """Return a sentence where statistics are tracked in training by a method whose paper has static BatchNorm."""
     layers = _layers_that_track(module)
     completed = any(isinstance(callback, CompletesModels) for callback in trainer.callbacks)
-    if not algorithm.static_batch_norm or not layers or completed:
+    if not algorithm.claims.static_batch_norm or not layers or completed:
         return []
     return [
         f"the paper of {type(algorithm).__name__} trains with static BatchNorm, and the module has"
@@ -539,11 +558,11 @@ _BY_PERSONAL_TEST = (
 
 def local_part_advice(algorithm: Algorithm, remedy: str = _BY_PERSONAL_TEST) -> list[str]:
     """Return a sentence where the global model's figures are those of a model of which a part is never trained."""
-    if not algorithm.local_part:
+    if not algorithm.claims.local_part:
         return []
     return [
-        f"{type(algorithm).__name__} keeps {algorithm.local_part} with the clients: the global model is validated with"
-        f" the values that it began with, whatever val_acc or the like says. {remedy}"
+        f"{type(algorithm).__name__} keeps {algorithm.claims.local_part} with the clients: the global model is"
+        f" validated with the values that it began with, whatever val_acc or the like says. {remedy}"
     ]
 
 

@@ -33,6 +33,7 @@ from lightning_lowrank.federated.data.training_set import RoundData
 from lightning_lowrank.federated.exchange import Exchange
 from lightning_lowrank.federated.execution.processes import ClientParallelStrategy
 from lightning_lowrank.federated.logbook import Logbook
+from lightning_lowrank.federated.protocols import Personal, UnequalClients
 from lightning_lowrank.federated.randomness import StepRandomness, step_seed
 from lightning_lowrank.federated.run_facts import write_client_table
 from lightning_lowrank.federated.state import changed, copy_into, trained_tensors
@@ -358,7 +359,7 @@ def _copy(value: Any, copies: dict[int, Any], with_tensors: bool) -> Any:
 
 
 class FurtherModels:
-    """Evaluates clients' own models (``FederatedLoop(personal_test=...)``) and `Algorithm.variants`.
+    """Evaluates clients' own models (``FederatedLoop(personal_test=...)``) and `UnequalClients.variants`.
 
     A server that has no training set evaluates no client's own model.
     """
@@ -389,7 +390,7 @@ class FurtherModels:
         except MisconfigurationException:
             # Many methods evaluate no further model, some of them at certain settings alone: Lightning reads the
             # loaders then.
-            if self._exchange.algorithm.variants(self._exchange.server):
+            if UnequalClients.of(self._exchange.algorithm).variants(self._exchange.server):
                 raise
 
     def evaluate(self, trainer: Any, module: pl.LightningModule, stage: Literal["validate", "test"]) -> None:
@@ -398,7 +399,7 @@ class FurtherModels:
         Where a module was given other weights after the fit, there are no such models of these, and nothing is logged.
         """
         exchange, algorithm = self._exchange, self._exchange.algorithm
-        variants = algorithm.variants(exchange.server)
+        variants = UnequalClients.of(algorithm).variants(exchange.server)
         judged = variants or self._settings.personal_test is not None
         if judged and trainer.state.fn != "fit" and not self._has_last_round(module):
             rank_zero_warn(
@@ -430,13 +431,14 @@ class FurtherModels:
         """
         exchange, algorithm, server = self._exchange, self._exchange.algorithm, self._exchange.server
         evaluation, live = self._of_clients(loader, stage), trained_tensors(module)
-        shown = algorithm.global_model(server)
+        shown: Mapping[str, Tensor] = server.model
         own_models = False
 
         def personal(client: int) -> Mapping[str, Tensor]:
             nonlocal own_models
             context = exchange.context(client, live)
-            model = algorithm.personal_model(context, algorithm.model_for(server, exchange.info(client)))
+            given = UnequalClients.of(algorithm).model_for(server, exchange.info(client))
+            model = Personal.of(algorithm).personal_model(context, given)
             own_models = own_models or model is not shown
             return model
 
@@ -470,7 +472,7 @@ class FurtherModels:
         if server.base.module is not module:
             return False
         live = server.base.parameters(trained_tensors(module))
-        shown = self._exchange.algorithm.global_model(server)
+        shown = server.model
         return not changed(live, {name: shown[name].to(value.device) for name, value in live.items()})
 
     def _run(

@@ -16,6 +16,7 @@ from torch.optim import Optimizer
 
 from lightning_lowrank.federated.client_states import flatten_state
 from lightning_lowrank.federated.leaks import walk
+from lightning_lowrank.federated.protocols import ChangesBase
 from lightning_lowrank.federated.settings import FederatedSettings
 from lightning_lowrank.federated.state import State
 from lightning_lowrank.optim import ProjectedAdamW, ProjectedSGD
@@ -139,7 +140,7 @@ class ClientOptimizers:
         self._stepwise = any(config.interval == "step" for config in trainer.lr_scheduler_configs)
         self._options_of = settings.options_of
         self._attributes = _Attributes(self._optimizers, settings.optimizer_state == "keep")
-        self._drawn_in = settings.algorithm.drawn_in
+        self._drawn_in = ChangesBase.of(settings.algorithm).drawn_in
         names: dict[Tensor, list[str]] = defaultdict(list)
         for name, parameter in module.named_parameters(remove_duplicate=False):
             names[parameter].append(name)
@@ -276,7 +277,7 @@ class ClientOptimizers:
     # A client's moments
 
     def forget(self, state: State, round_number: int) -> None:
-        """Drop moments of factors, or in a subspace, that the method has drawn again since (`Algorithm.drawn_in`)."""
+        """Drop moments of factors, or in a subspace, that the method has drawn again since (`ChangesBase.drawn_in`)."""
         if self._keeps:
             state.update(self._current(state, round_number), **{_CURRENT_IN: round_number})
 

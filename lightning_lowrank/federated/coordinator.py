@@ -14,7 +14,7 @@ from typing_extensions import override
 from lightning_lowrank.aggregation import RobustRule
 from lightning_lowrank.buffers import aliases
 from lightning_lowrank.compression import Packet
-from lightning_lowrank.federated.algorithm import detached, inherits
+from lightning_lowrank.federated.algorithm import detached
 from lightning_lowrank.federated.attacks import Attackers
 from lightning_lowrank.federated.broadcasts import Broadcasts
 from lightning_lowrank.federated.checks import check_followed, local_part_advice, static_batch_norm_advice
@@ -25,6 +25,7 @@ from lightning_lowrank.federated.failures import NotFiniteError, not_finite, row
 from lightning_lowrank.federated.ledger import dense_bytes
 from lightning_lowrank.federated.messages import Message
 from lightning_lowrank.federated.privacy.mean import private_mean
+from lightning_lowrank.federated.protocols import Personal, UnequalClients, inherits
 from lightning_lowrank.federated.stages import Arrival, RoundStage, counts_transfers, sees_messages
 from lightning_lowrank.federated.state import (
     ClientContext,
@@ -102,7 +103,7 @@ class Coordinator(Exchange):
         server = self.server
         server.round, server.cohort = plan.round, plan.clients
         self._follow(server.base.parameters(live))
-        server.adopt(live, shown=self.algorithm.global_model(server))
+        server.adopt(live, shown=server.model)
         self.answers.begin_round()
         self.algorithm.begin_round(server)
         self.broadcasts.begin_round()
@@ -154,7 +155,7 @@ class Coordinator(Exchange):
     @property
     def sends_global_model(self) -> bool:
         """Whether every client is sent the global model as it is, so that clients may be given it without a message."""
-        own = inherits(self.algorithm, "broadcast", "global_model") and not self.server.announcement
+        own = inherits(self.algorithm, "broadcast") and not self.server.announcement
         return own and not self.settings.downlink and not self.settings.uplink and not self._sees_messages
 
     def send_global_model(self, clients: Sequence[ClientInfo]) -> None:
@@ -223,7 +224,7 @@ class Coordinator(Exchange):
         """
         # The client's half may change its base's state.
         base = dataclasses.replace(self.server.base, state=dict(self.server.base.state))
-        state = self.algorithm.stand_in(self.server, client)
+        state = Personal.of(self.algorithm).stand_in(self.server, client)
         context = ClientContext(**vars(client), base=base, model=model, state=state, steps=1)
         self.algorithm.begin(context, Message(received))
         return self.algorithm.end(context)
@@ -306,8 +307,7 @@ class Coordinator(Exchange):
         for stage in self.stages:
             stage.end_round()
         if isinstance(server.aggregator, RobustRule):
-            origin = self.algorithm.origin(server, self.info(server.cohort[0]))
-            origin = {**origin, **server.base.fresh_buffers}
+            origin = self.exact_origin_of(self.info(server.cohort[0]))
             server.aggregator.prepare(origin, derive_seed(server.seed, "aggregator", server.round))
         before = dict(server.model)
         for place, stage in enumerate(self.stages, start=1):
@@ -315,7 +315,7 @@ class Coordinator(Exchange):
                 self._pass_on(arrival, place)
         server.announcement, server.encoded = {}, b""
         self.algorithm.aggregate(server)
-        name = not_finite(self.algorithm.global_model(server), self.infinite)
+        name = not_finite(server.model, self.infinite)
         if name is not None:
             server.model = before
             raise MisconfigurationException(
@@ -336,10 +336,16 @@ class Coordinator(Exchange):
         self.broadcasts.end_round()
         self.answers.end_round()
 
+    def _has_whole_model(self, client: int, state: State) -> bool:
+        """Whether a client's own model is the global one with the client's own tensors in their places."""
+        if isinstance(self.algorithm, UnequalClients):
+            return self.algorithm.has_whole_model(self.server, self.info(client), state)
+        return inherits(self.algorithm, "personal_model")
+
     @override
     def show_global(self, live: Mapping[str, Tensor]) -> None:
-        self.algorithm.configure(self.server.base, None)
-        model = self.algorithm.global_model(self.server)
+        UnequalClients.of(self.algorithm).configure(self.server.base, None)
+        model = self.server.model
         copy_into(live, {name: model[name] for name in live})
 
     @override
@@ -356,13 +362,10 @@ class Coordinator(Exchange):
     @override
     def state_dict(self) -> dict[str, Any]:
         server, states = self.server, dict(self.states.items())
-        shown = self.algorithm.global_model(server)
         return {
             **super().state_dict(),
             "round": server.round,
             "cohort": list(server.cohort),
-            # What the module's own state holds is not saved twice.
-            "model": {name: value for name, value in server.model.items() if shown.get(name) is not value},
             "state": server.state,
             "trained": list(self._trained or ()),
             # Not every way to write a checkpoint keeps which tensors are one.
@@ -377,7 +380,7 @@ class Coordinator(Exchange):
             "unlike": [
                 client
                 for client in sorted({*states, *server.state.get("pairs", {})})
-                if not self.algorithm.has_whole_model(server, self.info(client), states.get(client, {}))
+                if not self._has_whole_model(client, states.get(client, {}))
             ],
         }
 
@@ -386,7 +389,8 @@ class Coordinator(Exchange):
         super().load_state_dict(state, to_device)
         server = self.server
         server.round, server.cohort = state["round"], tuple(state["cohort"])
-        server.model = to_device(state["model"])
+        # The module's own state holds it.
+        server.model = {}
         server.state = to_device(state["state"])
         for name, parameter in server.base.module.named_parameters():
             # Callbacks that thaw parameters in an epoch do not thaw them again in a run that is resumed later.

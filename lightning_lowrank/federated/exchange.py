@@ -17,6 +17,7 @@ from typing import Any, TypeVar
 from torch import Tensor
 
 from lightning_lowrank.compression import Packet
+from lightning_lowrank.federated.checks import check_rule
 from lightning_lowrank.federated.client_optimizers import ClientOptimizers
 from lightning_lowrank.federated.client_states import ClientStates
 from lightning_lowrank.federated.data.planner import RoundPlan
@@ -24,6 +25,7 @@ from lightning_lowrank.federated.failures import Answers, NotFiniteError, not_fi
 from lightning_lowrank.federated.ledger import Ledger
 from lightning_lowrank.federated.messages import Message
 from lightning_lowrank.federated.privacy.mean import Drawing, PrivateMean
+from lightning_lowrank.federated.protocols import UnequalClients
 from lightning_lowrank.federated.settings import FederatedSettings
 from lightning_lowrank.federated.stages import RoundStage
 from lightning_lowrank.federated.state import ClientContext, ClientInfo, Server, State
@@ -76,6 +78,7 @@ class Exchange(ABC):
         self.algorithm = parts.settings.algorithm
         self.server = parts.server
         self.samples = parts.samples
+        self.server.base.clients = len(parts.samples)
         self.states = parts.states
         self.ledger = parts.ledger
         self._labels = parts.labels
@@ -107,13 +110,12 @@ class Exchange(ABC):
             continues: Whether the method, as an object, has looked at the module in an earlier fit of the experiment.
         """
         base = self.server.base
-        if not continues:
-            saved = dict(base.state)
-            self.algorithm.setup(base)
-            base.state.update(saved)
-            self.algorithm.check_clients(len(self.samples))
-            self.algorithm.check_aggregator(self.server.aggregator)
-        self.algorithm.setup_optimizers(base)
+        if continues:
+            UnequalClients.of(self.algorithm).configure(base, None)
+        saved = dict(base.state)
+        self.algorithm.setup(base)
+        base.state.update(saved)
+        check_rule(self.algorithm, self.server.aggregator)
         self.wire.setup(base)
         buffers = base.initial_buffers
         self.infinite = frozenset(name for name, value in buffers.items() if not_finite({name: value}))

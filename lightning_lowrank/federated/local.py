@@ -17,12 +17,12 @@ from lightning.pytorch.strategies import SingleDeviceStrategy
 from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
 from torch.optim import Optimizer
 
-from lightning_lowrank.federated.algorithm import inherits
 from lightning_lowrank.federated.data.planner import Chunk
 from lightning_lowrank.federated.data.training_set import RoundData
 from lightning_lowrank.federated.execution.base import Execution
 from lightning_lowrank.federated.leaks import OfTheRun
 from lightning_lowrank.federated.logbook import Logbook
+from lightning_lowrank.federated.protocols import OwnSteps, inherits
 from lightning_lowrank.internals.advance import ClientTurns, loss_of
 from lightning_lowrank.internals.lightning import HOOK, batch_transfer, overridden_transfer, overrides
 from lightning_lowrank.internals.replaced import replaced
@@ -54,7 +54,8 @@ class LocalTraining(OfTheRun):
         self._turns, self._execution, self._data = turns, execution, data
         self.logbook = Logbook(trainer)
         self._steps_in_its_own_way = False
-        self._own_update = None if inherits(execution.algorithm, "local_update") else execution.algorithm.local_update
+        steps = OwnSteps.of(execution.algorithm)
+        self._own_update = None if inherits(steps, "local_update") else steps.local_update
         self._batches: Iterator[Any] | None = None
         self.made = 0
         """Number of steps that have been made in the present turn."""

@@ -25,7 +25,6 @@ from torch.utils.data import DataLoader
 from lightning_lowrank.aggregation.adapters import keep_base_changes
 from lightning_lowrank.arguments import listed
 from lightning_lowrank.buffers import aliases, under_all_names
-from lightning_lowrank.federated.algorithm import inherits
 from lightning_lowrank.federated.checks import (
     check_callbacks,
     check_local_update,
@@ -60,6 +59,7 @@ from lightning_lowrank.federated.fingerprint import (
 from lightning_lowrank.federated.ledger import Ledger
 from lightning_lowrank.federated.logbook import Logbook
 from lightning_lowrank.federated.progress import Progress
+from lightning_lowrank.federated.protocols import inherits
 from lightning_lowrank.federated.rounds import Rounds
 from lightning_lowrank.federated.run_facts import RunFacts
 from lightning_lowrank.federated.safe_files import written_whole
@@ -517,7 +517,7 @@ class FederatedLoop(FederatedSettings, Callback):
     def _show_global_state(self, module: nn.Module, state_dict: dict[str, Any], prefix: str, _: Any) -> None:
         """Put the global model into a state dict that is taken inside a round (a hook of `torch.nn.Module`)."""
         if self._progress.round_open and self._rounds is not None and module is self.server.base.module:
-            shown = under_all_names(self.algorithm.global_model(self.server), aliases(module))
+            shown = under_all_names(self.server.model, aliases(module))
             for name, value in shown.items():
                 if prefix + name in state_dict:
                     state_dict[prefix + name] = value

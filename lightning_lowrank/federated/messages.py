@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from torch import Tensor
 
@@ -17,6 +17,9 @@ class Message:
     Args:
         tensors: What is sent. The tensors may be live ones: they are read before anything changes them.
         codec: How the method itself has them encoded. ``None``: as they are.
+        limits: Largest shapes of tensors that a client sends in shapes of its own choice, by name. A server of sites
+            refuses a tensor of another shape than it expects; of these, no dimension may be larger, and
+            `Algorithm.receive` checks the rest and raises `ValueError` for what it cannot take.
 
     Example:
         >>> import torch
@@ -26,6 +29,22 @@ class Message:
 
     tensors: Mapping[str, Tensor]
     codec: Codec | None = None
+    limits: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
+
+    def split(self, prefix: str) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+        """The tensors whose names do not begin with a prefix, and the others, by their names without it.
+
+        Example:
+            >>> import torch
+            >>> model, control = Message({"weight": torch.zeros(1), "c.weight": torch.ones(1)}).split("c.")
+            >>> model, control
+            ({'weight': tensor([0.])}, {'weight': tensor([1.])})
+        """
+        rest: dict[str, Tensor] = {}
+        found: dict[str, Tensor] = {}
+        for name, value in self.tensors.items():
+            (found if name.startswith(prefix) else rest)[name.removeprefix(prefix)] = value
+        return rest, found
 
     @property
     def elements(self) -> int:

@@ -22,7 +22,6 @@ from torch import Tensor
 
 from lightning_lowrank.aggregation.aggregator import home_of
 from lightning_lowrank.arguments import listed
-from lightning_lowrank.federated.algorithm import inherits
 from lightning_lowrank.federated.client_evaluation import FurtherModels
 from lightning_lowrank.federated.client_optimizers import ClientOptimizers
 from lightning_lowrank.federated.client_states import ClientStates
@@ -40,6 +39,7 @@ from lightning_lowrank.federated.local import LocalTraining
 from lightning_lowrank.federated.logbook import Logbook
 from lightning_lowrank.federated.privacy.mean import Drawing, PrivateMean
 from lightning_lowrank.federated.progress import Progress
+from lightning_lowrank.federated.protocols import UnequalClients, inherits
 from lightning_lowrank.federated.settings import FederatedSettings
 from lightning_lowrank.federated.state import State
 from lightning_lowrank.federated.system import Clock, LateError, Operations
@@ -120,7 +120,7 @@ class Rounds(OfTheRun):
             # Before an execution puts its own step in the place of the module's.
             clock.operations = Operations(settings.algorithm, server.base, *data.example())
         holder = int(np.argmax(data.planner.samples))
-        if settings.algorithm.needs_labels and data.labels_of(holder) is None:
+        if settings.algorithm.claims.needs_labels and data.labels_of(holder) is None:
             raise MisconfigurationException(
                 f"{settings.algorithm!r} reads the labels of clients' samples, and the training data has none that are"
                 " found: give FederatedLoop(labels=...), a function of the dataset."
@@ -141,14 +141,13 @@ class Rounds(OfTheRun):
         """Return what clients that step together have in common: their method's key, moments, and options."""
         info = self.exchange.info(client, round_number)
         state = self.exchange.states[client]
-        return self._algorithm.group_key(info), self._optimizers.key(client, state, round_number)
+        return UnequalClients.of(self._algorithm).group_key(info), self._optimizers.key(client, state, round_number)
 
     def take_optimizers(self, trainer: Any) -> None:
         """Go on with optimizers and schedulers that the trainer has set up anew."""
         self.execution.optimizers = self._optimizers = ClientOptimizers(trainer, self._settings)
-        base = self.exchange.server.base
-        base.optimizers = trainer.optimizers
-        self._algorithm.setup_optimizers(base)
+        self.exchange.server.base.optimizers = trainer.optimizers
+        self.exchange.setup(continues=True)
 
     def start(self) -> Callable[[], None]:
         """Let the algorithm train in its own way, where it has one, and return what ends that."""
@@ -174,7 +173,7 @@ class Rounds(OfTheRun):
         execution.begin_round()
         self._isolation.begin_round()
         server = self.exchange.server
-        server.adopt(execution.live, shown=self._algorithm.global_model(server))
+        server.adopt(execution.live, shown=server.model)
         self._local.begin_round()
 
     def _begin_round(self) -> None:

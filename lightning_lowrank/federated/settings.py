@@ -30,6 +30,7 @@ from lightning_lowrank.federated.data.labels import find_named_labels
 from lightning_lowrank.federated.data.partitions import IID, Partition
 from lightning_lowrank.federated.objective import Objective
 from lightning_lowrank.federated.privacy import ClientPrivacy
+from lightning_lowrank.federated.protocols import check_protocols
 from lightning_lowrank.federated.stages import RoundStage, sees_messages
 from lightning_lowrank.federated.state import Base, BufferPolicy, ClientInfo, Server, trained_tensors
 from lightning_lowrank.federated.system import SystemModel
@@ -255,6 +256,8 @@ class FederatedSettings(Configured):
             parts = getattr(self, name)
             of_kind = isinstance(parts, (list, tuple)) and all(isinstance(part, of) for part in parts)
             _check(of_kind, f"{name} must be a list of {example}, got {parts!r}")
+
+        check_protocols(self.algorithm)
 
     def _check_stages(self) -> None:
         names = [stage.state_key for stage in self.stages]

@@ -15,6 +15,7 @@ from lightning_lowrank.federated.data.planner import RoundPlan
 from lightning_lowrank.federated.exchange import Exchange, Parts
 from lightning_lowrank.federated.messages import Message
 from lightning_lowrank.federated.privacy.mean import private_mean
+from lightning_lowrank.federated.protocols import ChangesBase, UnequalClients
 from lightning_lowrank.federated.stages import RoundStage
 from lightning_lowrank.federated.state import ClientInfo
 
@@ -65,7 +66,7 @@ class SiteExchange(Exchange):
             self.check_received(self.received)
             self.wire.keep_copy(base, self.received)
             if self.received:
-                self.algorithm.update_base(base, self.received)
+                ChangesBase.of(self.algorithm).update_base(base, self.received)
 
     @override
     def send(self, client: ClientInfo) -> Message:
@@ -74,7 +75,7 @@ class SiteExchange(Exchange):
 
     @override
     def show_global(self, live: Mapping[str, Tensor]) -> None:
-        self.algorithm.configure(self.server.base, None)
+        UnequalClients.of(self.algorithm).configure(self.server.base, None)
 
     @override
     def end_round(self, optimizers: ClientOptimizers, steps: int) -> int:

@@ -41,7 +41,7 @@ class Base:
     """One copy of the module, with what every side of the federation holds beside it.
 
     In a simulation there is one, which the server and all clients share. Between real sites the server and each site
-    have their own. Frozen parameters and ``state`` are the same everywhere: `Algorithm.update_base` changes them, on
+    have their own. Frozen parameters and ``state`` are the same everywhere: `ChangesBase.update_base` changes them, on
     every side by the same message.
 
     Args:
@@ -50,6 +50,7 @@ class Base:
         buffer_policy: What happens to the module's persistent buffers.
         optimizers: The trainer's optimizers, with which clients step.
         initial_buffers: The persistent buffers' values before the first round, by name.
+        clients: Number of clients of the experiment, also of such that cannot be drawn.
         state: What the method keeps on every side between rounds. ``state["folded"]`` says that frozen weights have
             changed: what is trained is then a part of what was learnt.
     """
@@ -59,6 +60,7 @@ class Base:
     buffer_policy: BufferPolicy = "average"
     optimizers: Sequence[torch.optim.Optimizer] = ()
     initial_buffers: dict[str, Tensor] = field(default_factory=dict)
+    clients: int = 0
     state: State = field(default_factory=dict)
 
     @property

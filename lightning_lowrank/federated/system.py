@@ -27,6 +27,7 @@ from lightning_lowrank.arguments import Configured
 from lightning_lowrank.configuration import check_number
 from lightning_lowrank.federated.algorithm import Algorithm
 from lightning_lowrank.federated.objective import loss_of
+from lightning_lowrank.federated.protocols import OwnSteps, UnequalClients
 from lightning_lowrank.federated.stages import RoundStage
 from lightning_lowrank.federated.state import Base, ClientInfo, Server
 from lightning_lowrank.multiply_adds import multiply_adds
@@ -410,15 +411,15 @@ class Operations:
 
     def of_sample(self, client: ClientInfo) -> float:
         """Return the operations that a step of a client takes for each sample of its batch."""
-        key = self._algorithm.group_key(client)
+        key = UnequalClients.of(self._algorithm).group_key(client)
         if key not in self._known:
             self._known[key] = self._run(client)
         counts = self._known[key]
-        forward, backward = self._algorithm.passes(client)
+        forward, backward = OwnSteps.of(self._algorithm).passes(client)
         return (forward * counts.forward + backward * counts.backward) * self._share(counts.layers, client)
 
     def _run(self, client: ClientInfo) -> _Counts:
-        self._algorithm.configure(self._base, client)
+        UnequalClients.of(self._algorithm).configure(self._base, client)
         module: Any = self._base.module
         module.train()
         takes_index = is_param_in_hook_signature(module.training_step, "batch_idx", min_args=2)
@@ -437,7 +438,7 @@ class Operations:
 
     def _share(self, layers: Mapping[str, int], client: ClientInfo) -> float:
         """Return the share of the counted operations that a client does which has a part of the parameters only."""
-        shares = self._algorithm.computed(self._base, client)
+        shares = UnequalClients.of(self._algorithm).computed(self._base, client)
         if not shares or not any(layers.values()):
             return 1.0
         done = 0.0

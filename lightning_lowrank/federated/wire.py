@@ -18,6 +18,7 @@ from lightning_lowrank.compression import Channel, Codec, Packet, Schema, Sign
 from lightning_lowrank.compression.wire import DecodingError
 from lightning_lowrank.federated.algorithm import Algorithm, detached
 from lightning_lowrank.federated.messages import Message
+from lightning_lowrank.federated.protocols import ChangesBase, OwnCodec, reference
 from lightning_lowrank.federated.state import Base, ClientContext, ClientInfo, trained_tensors
 from lightning_lowrank.seeding import derive_seed
 
@@ -74,9 +75,9 @@ class SplitPacket(Packet):
 class Wire:
     """The two channels of an experiment, as messages of its method pass them.
 
-    An uplink with codecs sends differences from `Algorithm.reference`. With error feedback each client keeps its own
-    residual, and forgets that of factors or subspaces that have been drawn anew (`Algorithm.drawn_in`). A downlink with
-    error feedback sends the difference between the broadcast and a copy of it that all clients share, which those that
+    An uplink with codecs sends differences from `reference`. With error feedback each client keeps its own residual,
+    and forgets that of factors or subspaces that have been redrawn (`ChangesBase.drawn_in`). A downlink with error
+    feedback sends the difference between the broadcast and a copy of it that all clients share, which clients that
     sit the round out must hear as well; the server puts clients' changes onto its own values, so that what the copy
     lacks is sent later (EF21-P). Without error feedback, the downlink sends the values. Clients' changes are then put
     onto the server's own values only for a robust rule, which would take the downlink's loss for a change.
@@ -102,7 +103,7 @@ class Wire:
             raise MisconfigurationException(f"uplink={uplink!r}, downlink={downlink!r}: {error}") from error
         name = type(algorithm).__name__
         coarse = [type(codec).__name__ for codec in uplink if codec.sparse or isinstance(codec, Sign)]
-        if coarse and algorithm.encodes_values:
+        if coarse and OwnCodec.of(algorithm).encodes_values:
             raise MisconfigurationException(
                 f"{name} sends the values of the numbers that it chooses, of which {coarse[0]} would leave nothing that"
                 f" can be averaged: give uplink=[Half()] or [Quantize()], or leave it out; it is {list(uplink)!r}."
@@ -115,7 +116,7 @@ class Wire:
                 " encoding once, and error feedback has no later message to add their losses to: leave out"
                 " error_feedback, and use Half() or Quantize()."
             )
-        if self.splits and type(algorithm).downlink is not Algorithm.downlink:
+        if self.splits and isinstance(algorithm, OwnCodec):
             raise MisconfigurationException(
                 f"downlink={downlink!r}: {name} compresses its broadcasts itself: leave out downlink."
             )
@@ -129,7 +130,7 @@ class Wire:
     @property
     def splits(self) -> bool:
         """Whether broadcasts have a part that a lossy downlink encodes once for all: the method's announcement."""
-        return bool(self.downlink.codecs) and self._algorithm.announces
+        return bool(self.downlink.codecs) and ChangesBase.of(self._algorithm).announces
 
     def announce(self, base: Base, update: Mapping[str, Tensor], round_number: int) -> Packet:
         """An announcement as all clients, and the server, receive it."""
@@ -147,7 +148,7 @@ class Wire:
             base.state[_COPY] = detached(base.sent_down(trained_tensors(base.module)))
 
     def _exact(self, base: Base) -> frozenset[str]:
-        return self._algorithm.exact | base.initial_buffers.keys()
+        return self._algorithm.claims.exact | base.initial_buffers.keys()
 
     def down(
         self, base: Base, message: Message, client: ClientInfo, announced: Mapping[str, Tensor], encoded: bytes
@@ -207,13 +208,13 @@ class Wire:
 
     def decode_down(self, base: Base, data: bytes) -> dict[str, Tensor]:
         """Return the broadcast that `down`'s encoding holds, on the CPU."""
-        reference = {name: value.cpu() for name, value in base.state.get(_COPY, {}).items()}
-        arguments: dict[str, Any] = {"exact": self._exact(base), "own": self._algorithm.downlink(base)}
+        known = {name: value.cpu() for name, value in base.state.get(_COPY, {}).items()}
+        arguments: dict[str, Any] = {"exact": self._exact(base), "own": OwnCodec.of(self._algorithm).downlink(base)}
         if self.splits and data:
             data, announced = SplitPacket.parts(data)
             found = self.downlink.receive(data, **arguments)
             return {**found, **self.downlink.receive(announced, **arguments)}
-        return self.downlink.receive(data, reference=reference, **arguments)
+        return self.downlink.receive(data, reference=known, **arguments)
 
     def up(self, client: ClientContext, message: Message, received: Mapping[str, Tensor]) -> Packet:
         """Return a client's message as it is sent, and keep what error feedback adds to the next one.
@@ -223,15 +224,16 @@ class Wire:
         if not self.uplink.codecs:
             return self._send(self.uplink, message, seed=0)
         last = client.state.get(_LAST, -1)
+        drawn_in = ChangesBase.of(self._algorithm).drawn_in
         residual = {
             name: value
             for name, value in client.state.get(_RESIDUAL, {}).items()
-            if self._algorithm.drawn_in(name, client.round) <= last
+            if drawn_in(name, client.round) <= last
         }
         packet = self._send(
             self.uplink,
             message,
-            reference=self._algorithm.reference(client.base, received),
+            reference=reference(self._algorithm, client.base, received),
             exact=self._exact(client.base),
             seed=derive_seed(client.seed, "uplink", client.round, client.id),
             residual=residual,
@@ -246,7 +248,8 @@ class Wire:
         if self._warned:
             return
         self._warned = True
-        new = [name for name in residual if all(self._algorithm.drawn_in(name, _LATE + n) == _LATE + n for n in (0, 1))]
+        drawn_in = ChangesBase.of(self._algorithm).drawn_in
+        new = [name for name in residual if all(drawn_in(name, _LATE + n) == _LATE + n for n in (0, 1))]
         if new:
             rank_zero_warn(
                 f"error_feedback=True of the uplink has no effect on {len(new)} of {len(residual)} tensors, such as"
@@ -277,5 +280,5 @@ class Wire:
         """
         if not self.uplink.codecs:
             return self.uplink.receive(data, own=codec, schema=schema)
-        reference = {name: value.cpu() for name, value in self._algorithm.reference(base, received).items()}
-        return self.uplink.receive(data, reference=reference, exact=self._exact(base), own=codec, schema=schema)
+        known = {name: value.cpu() for name, value in reference(self._algorithm, base, received).items()}
+        return self.uplink.receive(data, reference=known, exact=self._exact(base), own=codec, schema=schema)

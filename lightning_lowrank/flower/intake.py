@@ -22,6 +22,7 @@ from lightning_lowrank.aggregation import KeepsArrivals
 from lightning_lowrank.compression import Codec, DecodingError, Packet, Schema
 from lightning_lowrank.federated.coordinator import Coordinator
 from lightning_lowrank.federated.failures import described
+from lightning_lowrank.federated.protocols import UnequalClients
 from lightning_lowrank.flower.messages import field_of, printable, read_upload, unpack
 
 __all__ = ["Expected", "Intake", "believed", "expect"]
@@ -58,9 +59,9 @@ def expect(coordinator: Coordinator, packets: Mapping[int, Packet], live: Mappin
     try:
         for client, packet in packets.items():
             info = coordinator.info(client)
-            algorithm.configure(base, info)
+            UnequalClients.of(algorithm).configure(base, info)
             sent = coordinator.untrained(info, packet.received, live)
-            schema = Schema.of(sent.tensors, algorithm.upload_limits(base, info))
+            schema = Schema.of(sent.tensors, sent.limits)
             expected[client] = Expected(schema, sent.codec, packet.received)
     finally:
         coordinator.show_global(live)

@@ -38,6 +38,7 @@ from lightning_lowrank.federated.exchange import Parts
 from lightning_lowrank.federated.ledger import Ledger, dense_bytes
 from lightning_lowrank.federated.loop import FederatedLoop
 from lightning_lowrank.federated.privacy.mean import Drawing
+from lightning_lowrank.federated.protocols import Personal, UnequalClients, reference, state_rank
 from lightning_lowrank.federated.safe_files import written_whole
 from lightning_lowrank.federated.site import SEED_IS_KNOWN
 from lightning_lowrank.federated.state import Server, trained_tensors
@@ -298,7 +299,7 @@ class RemoteRounds(Callback):
             rank_zero_warn(note)
         server = self.loop.make_server(pl_module, trainer.optimizers)
         # In a secure sum all clients have one form.
-        self._rank_limit = 0 if self.secure_aggregation else self.algorithm.rank_limit(pl_module)
+        self._rank_limit = 0 if self.secure_aggregation else UnequalClients.of(self.algorithm).rank_limit(pl_module)
         self.ledger = Ledger(dense_bytes(pl_module))
         state, self._restored = self._restored, None
         if state is None:
@@ -308,7 +309,7 @@ class RemoteRounds(Callback):
         else:
             self._go_on_from(state["sites"])
         for client, rank in self.members.ranks().items():
-            self.algorithm.set_rank(client, rank)
+            state_rank(self.algorithm, client, rank)
         # Sites know nothing of the names that data in one place give.
         self.loop.name_clients(None, len(self.members.samples))
         planner = self._planner = RoundPlanner(
@@ -480,7 +481,7 @@ class RemoteRounds(Callback):
         coordinator = self.coordinator
         outcome.failures, outcome.passing = {}, False
         for client in sorted(self._lost):
-            self.algorithm.forget(coordinator.server, coordinator.info(client))
+            Personal.of(self.algorithm).forget(coordinator.server, coordinator.info(client))
         self._untold, self._lost = self._untold | self._lost, set()
         requests: dict[int, tuple[str, RecordDict]] = {}
         secure: dict[int, SecureRequest] = {}
@@ -587,9 +588,9 @@ class RemoteRounds(Callback):
             return
         first = expected[min(expected)]
         base, schema = coordinator.server.base, first.schema
-        reference = algorithm.reference(base, first.received)
+        known = reference(algorithm, base, first.received)
         for client, each in expected.items():
-            same = each.schema == schema and equal_tensors(algorithm.reference(base, each.received), reference)
+            same = each.schema == schema and equal_tensors(reference(algorithm, base, each.received), known)
             if not same or each.codec is not None or schema.flexible:
                 raise MisconfigurationException(
                     "secure-aggregation sums up changes of the same values in the same encoding, and"
@@ -608,7 +609,7 @@ class RemoteRounds(Callback):
             self.members.heard[client] = coordinator.server.round
             self._untold.discard(client)
         if arrived:
-            self._intake.take_mean(arrived, with_changes(answer.mean, reference, schema))
+            self._intake.take_mean(arrived, with_changes(answer.mean, known, schema))
         outcome.arrivals += arrived
 
     def _refuse(self, outcome: _Outcome, refused: Mapping[int, str]) -> None:

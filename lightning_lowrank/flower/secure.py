@@ -22,6 +22,7 @@ from torch import Tensor
 
 from lightning_lowrank.aggregation import WeightedMean
 from lightning_lowrank.compression import DecodingError, Schema
+from lightning_lowrank.federated.protocols import needs_only_mean
 from lightning_lowrank.federated.settings import FederatedSettings
 from lightning_lowrank.flower.messages import Fields
 from lightning_lowrank.flower.transport import Silence
@@ -47,7 +48,7 @@ def check_secure(settings: FederatedSettings, min_sites: int) -> None:
     operator = getattr(algorithm, "operator", None)
     name = type(algorithm).__name__ + ("" if operator is None else f"({operator!r})")
     refused = {
-        f"{name} needs what each site sent": not algorithm.needs_only_mean,
+        f"{name} needs what each site sent": not needs_only_mean(algorithm),
         f"aggregator={settings.aggregator!r} compares single answers": type(settings.aggregator) is not WeightedMean,
         f"uplink={settings.uplink!r} encodes single answers": bool(settings.uplink),
         f"weighting={settings.weighting!r} gives weights that are no whole numbers": callable(settings.weighting),

@@ -30,6 +30,7 @@ from lightning_lowrank.federated.exchange import Exchange, Parts
 from lightning_lowrank.federated.failures import described
 from lightning_lowrank.federated.loop import FederatedLoop
 from lightning_lowrank.federated.messages import Message
+from lightning_lowrank.federated.protocols import ChangesBase, reference, state_rank
 from lightning_lowrank.federated.site import SiteExchange
 from lightning_lowrank.federated.state import Base, ClientContext, State, copy_into, trained_tensors
 from lightning_lowrank.flower.account import Spending
@@ -278,7 +279,7 @@ class Site:
                 f"partition-id={self.client}, and the recipe has {loop.clients} clients, from 0."
             )
         if self._rank is not None:
-            loop.algorithm.set_rank(self.client, self._rank)
+            state_rank(loop.algorithm, self.client, self._rank)
         loop.make_exchange = functools.partial(_FlowerExchange, self)
         loop.execution, loop.chunk_size, loop.summary = "sequential", None, False
         # The server goes on without a site that fails.
@@ -337,7 +338,7 @@ class Site:
     def _keep_base(self, exchange: Exchange) -> None:
         """Keep what broadcasts have changed; the rest of the base each process makes from the recipe."""
         base = exchange.server.base
-        if exchange.wire.shares_copy or exchange.algorithm.announces:
+        if exchange.wire.shares_copy or ChangesBase.of(exchange.algorithm).announces:
             self._kept.base = base.state
         if base.state.get("folded"):
             self._kept.frozen = {
@@ -404,19 +405,19 @@ class _FlowerExchange(SiteExchange):
 
     def pack(self, client: ClientContext, message: Message) -> Packet:
         """Return what a client sends as it crosses the wire, within what the site's policy permits."""
-        policy, exact = self._site.policy, self.algorithm.exact
+        policy, exact = self._site.policy, self.algorithm.claims.exact
         policy.check_tensors(message.tensors, "the answer")
-        reference = {**self.algorithm.reference(client.base, self.received), **client.base.fresh_buffers}
-        packet = super().pack(client, policy.clipped(message, reference, exact))
+        known = {**reference(self.algorithm, client.base, self.received), **client.base.fresh_buffers}
+        packet = super().pack(client, policy.clipped(message, known, exact))
         if self.private is None:
-            policy.check_change(packet.received, reference, exact)
+            policy.check_change(packet.received, known, exact)
         return packet
 
     def receive(self, client: ClientContext, packet: Packet) -> None:
         """Encode what the client sends."""
         if self._site.round.secure:
-            reference = self.algorithm.reference(self.server.base, self.received)
-            self._site.round.upload = Dense().encode(changes_of(packet.received, reference))
+            known = reference(self.algorithm, self.server.base, self.received)
+            self._site.round.upload = Dense().encode(changes_of(packet.received, known))
         else:
             self._site.round.upload = packet.encode()
 

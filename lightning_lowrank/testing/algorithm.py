@@ -21,6 +21,7 @@ from lightning_lowrank.callbacks.lowrank import LowRank
 from lightning_lowrank.cli.inspection import inspect_run
 from lightning_lowrank.compression import Dense
 from lightning_lowrank.federated import Algorithm
+from lightning_lowrank.federated.protocols import Personal, UnequalClients
 from lightning_lowrank.federated.state import copy_into, trained_tensors
 from lightning_lowrank.testing.experiment import Experiment, Norm, Outcome, blobs, quiet, small_module
 from lightning_lowrank.testing.require import require
@@ -350,8 +351,8 @@ def _own_accuracy(outcome: Outcome, client: int, samples: Sequence[Tensor]) -> f
     """Return the accuracy of a client's own model on its samples."""
     assert outcome.loop is not None
     coordinator, live = outcome.loop.coordinator, trained_tensors(outcome.module)
-    given = coordinator.algorithm.model_for(coordinator.server, coordinator.info(client))
-    own = coordinator.algorithm.personal_model(coordinator.context(client, live), given)
+    given = UnequalClients.of(coordinator.algorithm).model_for(coordinator.server, coordinator.info(client))
+    own = Personal.of(coordinator.algorithm).personal_model(coordinator.context(client, live), given)
     copy_into(live, own)
     inputs, targets = samples
     outputs = outcome.module.eval()(inputs)

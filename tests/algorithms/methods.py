@@ -269,8 +269,14 @@ def hooks(algorithm: Algorithm) -> frozenset[str]:
         own = {name for name in vars(aggregation.Operator) if not name.startswith("_")} - {"absorbing"}
         found = {name for name in own if getattr(type(operator), name) is not getattr(aggregation.Operator, name)}
         return frozenset(f"operator.{name}" for name in found) | ({"levels"} if len(algorithm.levels) > 1 else set())
-    functions = [name for name, value in vars(Algorithm).items() if inspect.isfunction(value) and name[0] != "_"]
-    return frozenset(name for name in functions if getattr(type(algorithm), name) is not getattr(Algorithm, name))
+    # Commits without protocols are compared with by this table too.
+    from lightning_lowrank.federated.protocols import PROTOCOLS
+
+    kinds = [kind for kind in (Algorithm, *PROTOCOLS) if isinstance(algorithm, kind)]
+    functions = [(kind, name) for kind in kinds for name, value in vars(kind).items() if inspect.isfunction(value)]
+    return frozenset(
+        name for kind, name in functions if name[0] != "_" and getattr(type(algorithm), name) is not vars(kind)[name]
+    )
 
 
 # Whatever hooks a method overrides, one of these overrides them all; without FedAvg and FedMUD, no fewer do.

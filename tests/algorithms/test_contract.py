@@ -127,4 +127,4 @@ def test_unused_parameters_and_a_warm_up_from_zero_leave_the_model_finite(tmp_pa
     settings = {"optimizer": method.optimizer, "net": method.network()}
     end, loop = warmed_up(tmp_path, method.make(), "auto", *callbacks, **settings)
     assert all(value.isfinite().all() for value in end.values())
-    assert all(value.isfinite().all() for value in loop.algorithm.global_model(loop.server).values())
+    assert all(value.isfinite().all() for value in loop.server.model.values())

@@ -37,6 +37,7 @@ from lightning_lowrank.aggregation import LowRankPair, Operator, find_adapters
 from lightning_lowrank.algorithms import fedlora
 from lightning_lowrank.federated import Base, ClientContext, ClientInfo, Message, Server
 from lightning_lowrank.federated.algorithm import detached
+from lightning_lowrank.federated.protocols import Personal, UnequalClients
 from lightning_lowrank.federated.state import copy_into, trained_tensors
 from lightning_lowrank.layers import low_rank_layers
 from lightning_lowrank.registry import registered
@@ -86,8 +87,8 @@ def effective(module):
 
 def own_model(loop, client):
     coordinator = loop.coordinator
-    model = loop.algorithm.model_for(loop.server, coordinator.info(client))
-    return loop.algorithm.personal_model(coordinator.context(client, {}), model)
+    model = UnequalClients.of(loop.algorithm).model_for(loop.server, coordinator.info(client))
+    return Personal.of(loop.algorithm).personal_model(coordinator.context(client, {}), model)
 
 
 def federate(tmp_path, algorithm, lowrank=None, rank=3, data=None, rounds=3, optimizer=None, **arguments):
@@ -500,7 +501,9 @@ def test_refuses_slots_that_a_client_cannot_have_chosen(slots):
     with pytest.raises(ValueError, match=r"1.*sent.*2"):
         algorithm.receive(server, info, Message(sent), 1.0)
     assert not server.state
-    limits = algorithm.upload_limits(server.base, info)
+    client = ClientContext(**vars(info), base=server.base, model=trained_tensors(module), steps=1)
+    algorithm.begin(client, Message(dict(client.model)))
+    limits = algorithm.end(client).limits
     assert (limits["net.0.slots"], limits["net.0.factors.U"]) == ((3,), (16, 3))
     algorithm.receive(server, info, Message({**sent, "net.0.slots": torch.tensor([0, 2])}), 1.0)
 

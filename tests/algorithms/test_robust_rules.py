@@ -43,7 +43,7 @@ def outputs(tmp_path, name, **settings):
 
 
 def protected(algorithm):
-    return not algorithm.unprotected and not (
+    return not algorithm.claims.unprotected and not (
         isinstance(algorithm, FedLoRA) and algorithm.operator.broadcasts == "personal"
     )
 

@@ -192,7 +192,7 @@ def test_a_client_that_lost_its_variate_changes_no_sum():
     def make_round(number, changes):
         server.round = number
         for client, change in changes.items():
-            message = Message({"w": torch.ones(1), "scaffold.w": torch.tensor([change])})
+            message = Message({"w": torch.ones(1), "scaf.own.w": torch.tensor([change])})
             algorithm.receive(server, ClientInfo(client, 1, number, 0), message, 1.0)
         algorithm.aggregate(server)
         server.aggregator = server.aggregator.fresh()

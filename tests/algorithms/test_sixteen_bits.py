@@ -177,7 +177,7 @@ def test_changes_below_the_spacing_add_up(algorithm, share, dtype):
         for client, weight in enumerate((3.0, 1.0)):
             sent = {"weight": server.model["weight"] + client * spacing}
             if isinstance(algorithm, SCAFFOLD):
-                sent["scaffold.weight"] = torch.full_like(sent["weight"], 0.01)
+                sent["scaf.own.weight"] = torch.full_like(sent["weight"], 0.01)
             algorithm.receive(server, ClientInfo(client, 1, 0, 0), Message(sent), weight)
         algorithm.aggregate(server)
         server.aggregator = server.aggregator.fresh()
@@ -186,4 +186,4 @@ def test_changes_below_the_spacing_add_up(algorithm, share, dtype):
     if isinstance(algorithm, SCAFFOLD):
         control = server.state["control"]["weight"].double().item()
         assert control == pytest.approx(40 * 2 * 0.01 / 100, rel=5e-3)
-        assert algorithm.broadcast(server, ClientInfo(0, 1, 0, 0)).tensors["scaffold.weight"].dtype == dtype
+        assert algorithm.broadcast(server, ClientInfo(0, 1, 0, 0)).tensors["scaf.all.weight"].dtype == dtype

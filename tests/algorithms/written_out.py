@@ -16,6 +16,7 @@ from torch.utils.data import TensorDataset
 from lightning_lowrank import FederatedLoop, FromIndices
 from lightning_lowrank.federated import Algorithm
 from lightning_lowrank.federated.client_states import flatten_state
+from lightning_lowrank.federated.protocols import Personal, UnequalClients
 from tests.helpers import Data, Module, blobs, fit, network, trainer, weights
 
 CLIENTS = [range(40), range(40, 60), range(60, 97), range(97, 103)]
@@ -147,8 +148,8 @@ def kept_by(loop: FederatedLoop, client: int) -> dict[str, Any]:
 def own_model(loop: FederatedLoop, client: int) -> Mapping[str, Tensor]:
     """Return the model that a client would use."""
     coordinator = loop.coordinator
-    given = loop.algorithm.model_for(loop.server, coordinator.info(client))
-    return loop.algorithm.personal_model(coordinator.context(client, {}), given)
+    given = UnequalClients.of(loop.algorithm).model_for(loop.server, coordinator.info(client))
+    return Personal.of(loop.algorithm).personal_model(coordinator.context(client, {}), given)
 
 
 def own_state(loop: FederatedLoop, client: int) -> State:

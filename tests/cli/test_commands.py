@@ -21,6 +21,7 @@ from lightning_lowrank.cli import main, parser
 from lightning_lowrank.cli.parser import LowRankCLI
 from lightning_lowrank.cli.runs import read_run
 from lightning_lowrank.data import Digits
+from lightning_lowrank.federated.protocols import Personal, UnequalClients
 from lightning_lowrank.federated.state import copy_into, trained_tensors
 from lightning_lowrank.layers import low_rank_layers
 from lightning_lowrank.models import MLP, Classifier
@@ -551,8 +552,10 @@ def test_export_of_a_clients_own_model(run, dense):
     main(["export", str(checkpoint), "own.safetensors", "--client", str(own.id)])
     main(["export", str(checkpoint), "global.safetensors"])
     module, images = fitted.model.eval(), torch.randn(7, 1, 8, 8)
-    model = loop.algorithm.model_for(loop.server, own)
-    copy_into(trained_tensors(module), loop.algorithm.personal_model(loop.coordinator.context(own.id, {}), model))
+    model = UnequalClients.of(loop.algorithm).model_for(loop.server, own)
+    copy_into(
+        trained_tensors(module), Personal.of(loop.algorithm).personal_model(loop.coordinator.context(own.id, {}), model)
+    )
     exported, unlike = plain_module(), plain_module()
     exported.load_state_dict(safetensors.torch.load_file("own.safetensors"))
     unlike.load_state_dict(safetensors.torch.load_file("global.safetensors"))

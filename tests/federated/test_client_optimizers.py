@@ -26,6 +26,7 @@ from lightning_lowrank import (
 )
 from lightning_lowrank.federated import client_optimizers, register_elementwise
 from lightning_lowrank.federated.client_optimizers import ClientOptimizers, acts_elementwise, fresh_state
+from lightning_lowrank.federated.protocols import ChangesBase
 from lightning_lowrank.layers import low_rank_layers
 from tests.federated.execution.runs import OPTIMIZERS, assert_close, both, run
 from tests.grids import nightly_except
@@ -318,7 +319,7 @@ def test_moments_of_old_factors_are_forgotten_in_every_execution_and_after_resum
 def moments_of(module, optimizer, drawn):
     """The client optimizers of a method that draws parameters in these rounds."""
 
-    class Draws(FedAvg):
+    class Draws(ChangesBase):
         def drawn_in(self, name, round_number):
             return drawn[name]
 

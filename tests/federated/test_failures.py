@@ -14,8 +14,8 @@ from torch.utils.data import Dataset, TensorDataset
 from lightning_lowrank import SCAFFOLD, FedAvg, FederatedLoop, FromIndices, Half, Objective, TopK
 from lightning_lowrank.aggregation import WeightedMean
 from lightning_lowrank.federated import Algorithm
-from lightning_lowrank.federated.algorithm import inherits
 from lightning_lowrank.federated.client_states import flatten_state
+from lightning_lowrank.federated.protocols import UnequalClients, inherits
 from tests.algorithms.methods import LOW_RANK, METHODS, each_method
 from tests.grids import daily, nightly_except
 from tests.helpers import Data, Module, SaveEachStep, assert_same, blobs, lightnings_own, network, trainer, weights
@@ -271,7 +271,7 @@ def test_clients_that_step_together_fail_together(tmp_path):
     assert isinstance(error.value.__cause__, LookupError)
 
 
-class FailsToBegin(SCAFFOLD):
+class FailsToBegin(SCAFFOLD, UnequalClients):
     """Has the bad client fail in one of the hooks with which it begins, when it has changed what it keeps."""
 
     def __init__(self, hook):

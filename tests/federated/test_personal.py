@@ -30,6 +30,7 @@ from lightning_lowrank import (
     RoLoRA,
     merge,
 )
+from lightning_lowrank.federated.protocols import Personal, UnequalClients
 from lightning_lowrank.federated.state import copy_into, trained_tensors
 from tests.grids import daily
 from tests.helpers import Data, Module, blobs, fit, network, trainer
@@ -41,8 +42,8 @@ def accuracies(module, loop, dataset, parts):
     kept = {name: value.detach().clone() for name, value in live.items()}
     found = []
     for client, part in enumerate(parts):
-        model = loop.algorithm.model_for(loop.server, loop.coordinator.info(client))
-        copy_into(live, loop.algorithm.personal_model(loop.coordinator.context(client, live), model))
+        model = UnequalClients.of(loop.algorithm).model_for(loop.server, loop.coordinator.info(client))
+        copy_into(live, Personal.of(loop.algorithm).personal_model(loop.coordinator.context(client, live), model))
         found.append((module.net(inputs[part]).argmax(1) == targets[part]).double().mean())
     copy_into(live, kept)
     return torch.stack(found)
@@ -223,7 +224,7 @@ def test_training_is_the_same_with_and_without(tmp_path):
         assert torch.equal(value, second.state_dict()[name])
 
 
-class Two(FedAvg):
+class Two(UnequalClients):
     def variants(self, server):
         return {
             "zero": {name: torch.zeros_like(value) for name, value in server.model.items()},

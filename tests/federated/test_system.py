@@ -31,6 +31,7 @@ from lightning_lowrank import (
     Trace,
     ZeroPadding,
 )
+from lightning_lowrank.federated.protocols import OwnSteps
 from lightning_lowrank.federated.system import Clock
 from tests.algorithms.methods import LOW_RANK, METHODS, each_method
 from tests.algorithms.written_out import assert_close
@@ -456,7 +457,7 @@ def test_only_clients_that_are_there_train(tmp_path):
     (tmp_path / "devices.json").write_text(json.dumps(traces))
     trained = []
 
-    class Watched(FedAvg):
+    class Watched(OwnSteps):
         def local_update(self, step, update):
             trained.append((step.round, *step.clients))
             update()

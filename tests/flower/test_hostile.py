@@ -9,6 +9,7 @@ from flwr.app import Array, ArrayRecord
 
 from lightning_lowrank import algorithms
 from lightning_lowrank.compression import Dense
+from lightning_lowrank.federated.protocols import Personal
 from lightning_lowrank.flower.client import client_app
 from lightning_lowrank.flower.site import Site
 from tests.flower.helpers import MUD, merged, run_on_sites, write_recipe
@@ -269,7 +270,7 @@ def test_a_site_without_its_file_goes_on_as_a_new_one(tmp_path, monkeypatch, nam
     monkeypatch.setattr("lightning_lowrank.flower.client.rank_zero_warn", told.append)
     for module in ("members", "remote_rounds"):
         monkeypatch.setattr(f"lightning_lowrank.flower.{module}.rank_zero_warn", told.append)
-    kind = getattr(algorithms, name)
+    kind = getattr(algorithms, name) if issubclass(getattr(algorithms, name), Personal) else Personal
     own = kind.forget
 
     def forget(self, server, client):

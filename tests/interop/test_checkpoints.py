@@ -28,6 +28,7 @@ from lightning_lowrank import (
     load_dense,
 )
 from lightning_lowrank.cli import main
+from lightning_lowrank.federated.protocols import Personal, UnequalClients
 from lightning_lowrank.federated.state import copy_into, trained_tensors
 from tests.grids import each_of
 from tests.helpers import Data, Module, blobs, fit, network, trainer, weights
@@ -71,8 +72,8 @@ def run(tmp_path, method, *callbacks, make=normalized, rank=None, buffers="local
 def own_outputs(loop, module, client):
     """Return what the client's own model gives, as ``personal_test`` evaluates it."""
     coordinator, live = loop.coordinator, trained_tensors(module)
-    model = loop.algorithm.model_for(loop.server, coordinator.info(client))
-    copy_into(live, loop.algorithm.personal_model(coordinator.context(client, live), model))
+    model = UnequalClients.of(loop.algorithm).model_for(loop.server, coordinator.info(client))
+    copy_into(live, Personal.of(loop.algorithm).personal_model(coordinator.context(client, live), model))
     return outputs(module)
 
 

@@ -12,7 +12,7 @@ import lightning.pytorch as pl
 import torch
 from torch import Tensor
 
-from lightning_lowrank.federated.algorithm import LocalStep, inherits
+from lightning_lowrank.federated.algorithm import LocalStep
 from lightning_lowrank.federated.client_optimizers import ClientOptimizers
 from lightning_lowrank.federated.data.planner import Chunk
 from lightning_lowrank.federated.exchange import Exchange
@@ -20,6 +20,7 @@ from lightning_lowrank.federated.failures import ClientsFailed, turn_of
 from lightning_lowrank.federated.leaks import OfTheRun
 from lightning_lowrank.federated.logbook import Logbook
 from lightning_lowrank.federated.messages import Message
+from lightning_lowrank.federated.protocols import inherits
 from lightning_lowrank.federated.state import ClientContext, State, copied_state, copy_into, trained_tensors
 from lightning_lowrank.internals.lightning import is_training
 from lightning_lowrank.layers import keep_frozen

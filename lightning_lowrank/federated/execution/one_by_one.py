@@ -16,6 +16,7 @@ from lightning_lowrank.federated.data.planner import Chunk
 from lightning_lowrank.federated.execution.base import Execution
 from lightning_lowrank.federated.execution.channels_last import ChannelsLast, explained
 from lightning_lowrank.federated.failures import turn_of
+from lightning_lowrank.federated.protocols import UnequalClients
 from lightning_lowrank.federated.state import ClientContext
 
 
@@ -65,7 +66,7 @@ class Sequential(Execution):
         self.chunk = chunk
         (client,) = self.clients = self._contexts(chunk, lambda place: self.live)
         with turn_of(client.id):
-            self.algorithm.configure(self.base, client)
+            UnequalClients.of(self.algorithm).configure(self.base, client)
         self.round_state = client.round_state
         return client
 

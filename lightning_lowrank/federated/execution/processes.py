@@ -31,7 +31,7 @@ from torch.nn.parameter import is_lazy
 from torchmetrics import Metric
 from typing_extensions import override
 
-from lightning_lowrank.federated.algorithm import Algorithm, inherits
+from lightning_lowrank.federated.algorithm import Algorithm
 from lightning_lowrank.federated.client_optimizers import ClientOptimizers
 from lightning_lowrank.federated.client_states import flatten_state, unflatten_state
 from lightning_lowrank.federated.coordinator import Coordinator
@@ -39,6 +39,7 @@ from lightning_lowrank.federated.data.planner import RoundPlan
 from lightning_lowrank.federated.data.training_set import RoundData
 from lightning_lowrank.federated.exchange import Parts
 from lightning_lowrank.federated.messages import Message
+from lightning_lowrank.federated.protocols import inherits
 from lightning_lowrank.federated.stages import Arrival
 from lightning_lowrank.federated.state import ClientInfo
 from lightning_lowrank.internals.lightning import (

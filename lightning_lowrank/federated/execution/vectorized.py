@@ -13,7 +13,7 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import Tensor, nn
 
 from lightning_lowrank.aggregation.adapters import is_base_change
-from lightning_lowrank.federated.algorithm import LocalStep, inherits
+from lightning_lowrank.federated.algorithm import LocalStep
 from lightning_lowrank.federated.checks import check_factor_gradients
 from lightning_lowrank.federated.coordinator import Coordinator
 from lightning_lowrank.federated.data.planner import Chunk
@@ -28,6 +28,7 @@ from lightning_lowrank.federated.execution.why_not import (
     steps_are_seen,
 )
 from lightning_lowrank.federated.failures import ClientsFailed, turn_of
+from lightning_lowrank.federated.protocols import UnequalClients, inherits
 from lightning_lowrank.federated.state import ClientContext, State, slice_tree, stack_trees
 
 
@@ -120,10 +121,10 @@ class Vectorized(Execution):
         """Make each client begin; return the errors of those that fail."""
         failed: dict[int, Exception] = {}
         # Clients that step together have one configuration.
-        waiting = list(self.clients)
+        waiting, configure = list(self.clients), UnequalClients.of(self.algorithm).configure
         while waiting:
             first = waiting[0]
-            if self._succeeds(first, failed, functools.partial(self.algorithm.configure, self.base, first)):
+            if self._succeeds(first, failed, functools.partial(configure, self.base, first)):
                 break
             waiting.pop(0)
         infos = [self.exchange.info(client.id) for client in waiting]
@@ -274,4 +275,4 @@ class Vectorized(Execution):
         """Give the module and the optimizers back; the module has kept the global model."""
         if self._stack is not None:
             self._forget()
-        self.algorithm.configure(self.base, None)
+        UnequalClients.of(self.algorithm).configure(self.base, None)

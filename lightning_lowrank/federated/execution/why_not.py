@@ -13,10 +13,11 @@ from lightning.pytorch.strategies import SingleDeviceStrategy
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import Tensor
 
-from lightning_lowrank.federated.algorithm import Algorithm, inherits
+from lightning_lowrank.federated.algorithm import Algorithm
 from lightning_lowrank.federated.client_optimizers import acts_elementwise
 from lightning_lowrank.federated.data.batches import DiffersBetweenClients
 from lightning_lowrank.federated.data.sampling import NeedsPoissonBatches
+from lightning_lowrank.federated.protocols import inherits
 from lightning_lowrank.internals.lightning import overridden_transfer, overrides
 from lightning_lowrank.internals.torch import backward_hooks, global_hooks, has_hooks, sharing_memory
 

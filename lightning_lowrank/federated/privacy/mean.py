@@ -26,6 +26,7 @@ from lightning_lowrank.federated.messages import Message
 from lightning_lowrank.federated.privacy.accounting import Mechanism, noise_for
 from lightning_lowrank.federated.privacy.clients import ClientPrivacy
 from lightning_lowrank.federated.privacy.noise import gaussian
+from lightning_lowrank.federated.protocols import ChangesBase, needs_only_mean, reference
 from lightning_lowrank.federated.settings import FederatedSettings
 from lightning_lowrank.federated.stages import Arrival, RoundStage, Way
 from lightning_lowrank.federated.state import ClientContext, ClientInfo, Server, trained_tensors
@@ -157,7 +158,7 @@ class PrivateMean(RoundStage):
             return
         module, algorithm = server.base.module, self._algorithm
         trained = server.base.parameters(trained_tensors(module))
-        check_factors_move(module, trained.keys() - algorithm.unstepped(server.round), "ClientPrivacy")
+        check_factors_move(module, trained.keys() - ChangesBase.of(algorithm).unstepped(server.round), "ClientPrivacy")
         if self.noise_at_clients:
             check_carries_noise(self._way.form_of(self._way.any_client), type(algorithm).__name__)
 
@@ -176,7 +177,7 @@ class PrivateMean(RoundStage):
         if not self.noise_at_clients:
             return message
         algorithm = self._algorithm
-        center = algorithm.reference(client.base, client.round_state.pop(_BEGAN))
+        center = reference(algorithm, client.base, client.round_state.pop(_BEGAN))
         protected = Message(self.protected(message.tensors, center, client.round, client.id), message.codec)
         check_carries_noise(protected, type(algorithm).__name__)
         return protected
@@ -380,17 +381,17 @@ def private_mean(settings: FederatedSettings, server: Server, drawing: Drawing) 
     privacy, algorithm = settings.privacy, settings.algorithm
     assert privacy is not None
     name = type(algorithm).__name__
-    if not algorithm.needs_only_mean:
+    if not needs_only_mean(algorithm):
         operator = getattr(algorithm, "operator", None)
         raise MisconfigurationException(
             f"ClientPrivacy gives the server the mean of what clients send, and {name}"
             f"{'' if operator is None else f'({operator!r})'} needs each client's own message: use a method that"
             " averages, such as FedAvg(), or FedLoRA() with ProductSum(), FFA() or RoLoRA()."
         )
-    if algorithm.exact:
+    if algorithm.claims.exact:
         raise MisconfigurationException(
             f"ClientPrivacy adds noise to all numbers that clients send, and {name} sends"
-            f" {', '.join(sorted(algorithm.exact))}, which must be exact: use another method, such as FedAvg()"
+            f" {', '.join(sorted(algorithm.claims.exact))}, which must be exact: use another method, such as FedAvg()"
             " or SCAFFOLD()."
         )
     if settings.buffers != "local":

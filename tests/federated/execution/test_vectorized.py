@@ -21,6 +21,7 @@ from lightning_lowrank import (
 )
 from lightning_lowrank.federated.client_optimizers import _ELEMENTWISE
 from lightning_lowrank.federated.execution.stack import ClientStack
+from lightning_lowrank.federated.protocols import OwnSteps, UnequalClients
 from tests.federated.execution.runs import FORMS, OPTIMIZERS, UNEVEN, Double, Manual, assert_close, both, run
 from tests.grids import daily, in_turn, nightly_except
 from tests.helpers import Data, Module, fit, network, trainer, weights
@@ -200,7 +201,7 @@ def test_frobenius_decay(tmp_path, monkeypatch, form):
     assert any(not torch.allclose(value, weights(plain)[name]) for name, value in weights(decayed[1][0]).items())
 
 
-class Anchored(FedAvg):
+class Anchored(OwnSteps):
     """Uses all that an algorithm has around a step: gradients, what was received, several updates, its own numbers."""
 
     def begin(self, client, message):
@@ -505,7 +506,7 @@ def test_a_torchvision_network(tmp_path):
     )
 
 
-class Marked(FedAvg):
+class Marked(UnequalClients):
     """Shows in the module whose it is."""
 
     def configure(self, base, client):

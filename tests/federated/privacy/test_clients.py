@@ -38,6 +38,7 @@ from lightning_lowrank import (
 from lightning_lowrank.aggregation import KeepsArrivals
 from lightning_lowrank.compression import Dense, Mask
 from lightning_lowrank.federated.privacy.mean import Drawing, PrivateMean
+from lightning_lowrank.federated.protocols import needs_only_mean
 from tests.algorithms.methods import LOW_RANK, METHODS, each_method
 from tests.helpers import Data, Module, assert_same, blobs, fit, network, trainer, weights
 
@@ -169,7 +170,9 @@ def released(folder, name, form, poisoned, entry, **settings):
 AVERAGING = [
     name
     for name, entry in METHODS.items()
-    if entry.make().needs_only_mean and not entry.make().exact and name not in ("FedLoRA-ZeroPadding", "FedLoRA-LoRAA2")
+    if needs_only_mean(entry.make())
+    and not entry.make().claims.exact
+    and name not in ("FedLoRA-ZeroPadding", "FedLoRA-LoRAA2")
 ]
 
 

@@ -1,0 +1,283 @@
+"""What few methods need: five protocols, which the loop looks for in an `Algorithm`.
+
+A method is one by inheritance, ``class FedMUD(ChangesBase)``, and overrides what it needs; the defaults are those of
+federated averaging. ``ChangesBase.of(algorithm)`` is the method itself, or a method of these defaults.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Mapping
+from dataclasses import fields
+from typing import Any
+
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from torch import Tensor, nn
+from typing_extensions import Self
+
+from lightning_lowrank.compression import Codec
+from lightning_lowrank.federated.algorithm import Algorithm, Claims, LocalStep
+from lightning_lowrank.federated.state import Base, ClientContext, ClientInfo, Server, State
+
+
+class _Protocol(Algorithm):
+    @classmethod
+    def of(cls, algorithm: Algorithm) -> Self:
+        """The method if it is one of this protocol; otherwise one that has the defaults."""
+        return algorithm if isinstance(algorithm, cls) else cls()
+
+
+class ChangesBase(_Protocol):
+    """A method that changes frozen weights or ``base.state``, or that redraws what its trained tensors multiply.
+
+    Frozen parameters and ``base.state`` are the same on the server and all clients. The server calls `announce`, and
+    every side makes the change in `update_base`. Clients that sit the round out hear of it too.
+    """
+
+    @property
+    def announces(self) -> bool:
+        """Whether the server may call `announce`, in any round. By default if `update_base` is overridden."""
+        return not inherits(self, "update_base")
+
+    def announce(self, server: Server, update: Mapping[str, Tensor]) -> None:
+        """Have every side call `update_base` with ``update``: the server now, sites with the next broadcast.
+
+        The tensors travel with that broadcast to all clients, also to those that sit the round out. A lossy downlink
+        encodes them once, and the server too takes them as they are decoded. Called at most once a round.
+        """
+        server.announcement = dict(server.transmit(update)) if update else {}
+        if update:
+            self.update_base(server.base, server.announcement)
+
+    def update_base(self, base: Base, message: Mapping[str, Tensor]) -> None:
+        """Change the frozen weights or ``base.state`` by an announcement.
+
+        Called once for each announcement and each copy of the base: on the server by `announce`, on a real site with
+        the tensors of each broadcast, in the order of rounds, also of rounds that it sits out.
+        """
+
+    def reference(self, base: Base, received: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+        """The values that server and client both know, from which the client's message differs little.
+
+        They are what a client's training starts from: what it received, and redrawn factors that ``base.state`` holds.
+        Channels that lose something send differences from them.
+        """
+        return received
+
+    def drawn_in(self, name: str, round_number: int) -> int:
+        """The round before which what a message's tensor multiplies was last redrawn; 0: never.
+
+        Error feedback forgets losses of this tensor in earlier rounds, and with ``optimizer_state="keep"`` a client
+        forgets the moments of a parameter of this name: for the new factors or subspace those numbers have no meaning.
+
+        Args:
+            name: The tensor's name.
+            round_number: The round of the message.
+        """
+        return 0
+
+    def unstepped(self, round_number: int) -> frozenset[str]:
+        """Names of trained parameters that do not move in a round, because `before_step` drops their gradients."""
+        return frozenset()
+
+
+class UnequalClients(_Protocol):
+    """A method whose clients train different parts of the model, or models of different rank or width."""
+
+    def group_key(self, client: ClientInfo) -> Hashable:
+        """What must be equal for clients that step together in the round ``client.round``."""
+        return None
+
+    def configure(self, base: Base, client: ClientInfo | None) -> None:
+        """Make what the module computes, apart from its tensors' values, that of ``client``; of the server for None.
+
+        Called before `begin` (once for clients that step together, whose `group_key` is one), and whenever the module
+        becomes the global model.
+        """
+
+    def model_for(self, server: Server, client: ClientInfo) -> Mapping[str, Tensor]:
+        """The global model as ``client`` would be given it."""
+        return server.model
+
+    def has_whole_model(self, server: Server, client: ClientInfo, state: State) -> bool:
+        """Whether a client's own model is the global one with the client's own tensors in their places.
+
+        Checkpoints hold these and no other model of a client: `load_dense` refuses other clients. ``state`` is what the
+        client keeps.
+        """
+        return inherits(self, "model_for", "personal_model")
+
+    def variants(self, server: Server) -> Mapping[str, Mapping[str, Tensor]]:
+        """Further global models by name, such as one for each size of client, which are evaluated as well."""
+        return {}
+
+    def computed(self, base: Base, client: ClientInfo) -> Mapping[str, float]:
+        """The share of each parameter with which ``client`` computes; 1 for others. For `SystemModel`.
+
+        In a simulation a client that has a part of the network computes with all of it, the rest being zero.
+        """
+        return {}
+
+    def rank_limit(self, module: nn.Module) -> int:
+        """The largest rank that a site may state for itself; 0 if it may state none."""
+        return 0
+
+    def set_rank(self, client: int, rank: int) -> None:
+        """Give a client the rank that its site states. Called before `setup`.
+
+        Raises:
+            MisconfigurationException: If clients cannot have ranks of their own.
+        """
+        raise _no_ranks(self, client, rank)
+
+
+class OwnCodec(_Protocol):
+    """A method with an encoding of its own: its messages have a `Message.codec`, and do not hold values of the model.
+
+    Args:
+        encodes_values: Whether clients send values, and not changes. No differences are taken of these, so that a codec
+            of the uplink that leaves numbers out would set them to zero.
+    """
+
+    encodes_values: bool = False
+
+    def downlink(self, base: Base) -> Codec | None:
+        """The codec that decodes the method's broadcasts, if they have one of its own."""
+        return None
+
+    def reference(self, base: Base, received: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+        """The values from which the client's message differs little; tensors that are changes themselves have none."""
+        return received
+
+    def upload_origin(
+        self, base: Base, model: Mapping[str, Tensor], received: Mapping[str, Tensor]
+    ) -> Mapping[str, Tensor]:
+        """The values from which a client's message differs by the client's change; by default `reference`.
+
+        Attacks, robust rules, `ClientPrivacy` and a server of sites measure changes by them. Tensors that are changes
+        themselves have none.
+
+        Args:
+            base: What every side holds.
+            model: The global model, as far as clients are sent it.
+            received: What the client received.
+        """
+        return self.reference(base, {**model, **received})
+
+
+class Personal(_Protocol):
+    """A method whose clients have models of their own, or keep something that its server counts on.
+
+    Tensors that a client keeps as ``client.state["personal"]`` need no protocol: they take the places of the global
+    model's of the same names when the client is evaluated.
+    """
+
+    def personal_model(self, client: ClientContext, model: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+        """The model that the client itself would use, given the server's model for it."""
+        own = {**client.state.get("buffers", {}), **client.state.get("personal", {})}
+        return {**model, **own} if own else model
+
+    def stand_in(self, server: Server, client: ClientInfo) -> State:
+        """What `begin` and `end` need of the ``state`` of a client that is elsewhere.
+
+        A server tries the client's half to learn the form of a client's message. Only names, shapes and types matter.
+        By default that is the state of a client that has never taken part. If a broadcast leaves out what the client
+        has received earlier, it is that.
+        """
+        return {}
+
+    def forget(self, server: Server, client: ClientInfo) -> None:
+        """Take note that a client, which is elsewhere, has lost its ``state`` and continues as a new one."""
+
+
+class OwnSteps(_Protocol):
+    """A method that makes its steps itself, or whose steps take more than a forward and a backward pass."""
+
+    def local_update(self, step: LocalStep, update: Callable[[], None]) -> None:
+        """Train on one batch; ``update()``, which may be called several times, is a step of the user's optimizer.
+
+        `Algorithm.loss` and `Algorithm.before_step` are called in each ``update()``.
+        """
+        update()
+
+    def passes(self, client: ClientInfo) -> tuple[float, float]:
+        """The forward and the backward passes that ``client`` takes on a batch. For `SystemModel`."""
+        return 1, 1
+
+
+PROTOCOLS: tuple[type[Algorithm], ...] = (ChangesBase, UnequalClients, OwnCodec, Personal, OwnSteps)
+
+
+def inherits(algorithm: Algorithm, *methods: str) -> bool:
+    """Whether an algorithm has all of these hooks as federated averaging has them."""
+
+    def default(name: str) -> Any:
+        return next(getattr(kind, name) for kind in (Algorithm, *PROTOCOLS) if hasattr(kind, name))
+
+    return all(getattr(type(algorithm), name, default(name)) is default(name) for name in methods)
+
+
+def check_protocols(algorithm: Algorithm) -> None:
+    """Refuse a method that has a hook without its protocol, or an attribute in place of a claim.
+
+    Raises:
+        MisconfigurationException: If the loop would never look at it.
+    """
+    kind = type(algorithm)
+    for claim in fields(Claims):
+        if hasattr(kind, claim.name):
+            raise MisconfigurationException(
+                f"{kind.__name__}.{claim.name} is a claim of a method: set claims = Claims({claim.name}=...)."
+            )
+    homes: dict[str, list[type[Algorithm]]] = {}
+    for protocol in PROTOCOLS:
+        for name in vars(protocol):
+            if not name.startswith("_"):
+                homes.setdefault(name, []).append(protocol)
+    for name, protocols in homes.items():
+        if hasattr(kind, name) and not isinstance(algorithm, tuple(protocols)):
+            wanted = " or ".join(protocol.__name__ for protocol in protocols)
+            raise MisconfigurationException(
+                f"{kind.__name__}.{name} has the name of a hook of {wanted}, which {kind.__name__} is not: write class"
+                f" {kind.__name__}({wanted}, ...), or give it another name."
+            )
+
+
+def needs_only_mean(algorithm: Algorithm) -> bool:
+    """Whether the server's half does the same with the clients' mean in place of each message."""
+    claimed = algorithm.claims.needs_only_mean
+    return inherits(algorithm, "receive") if claimed is None else claimed
+
+
+def reference(algorithm: Algorithm, base: Base, received: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+    """The values that server and client both know, from which the client's message differs little."""
+    if isinstance(algorithm, (ChangesBase, OwnCodec)):
+        return algorithm.reference(base, received)
+    if algorithm.claims.sends_changes:
+        return {name: value for name, value in received.items() if name in base.initial_buffers}
+    return received
+
+
+def upload_origin(
+    algorithm: Algorithm, base: Base, model: Mapping[str, Tensor], received: Mapping[str, Tensor]
+) -> Mapping[str, Tensor]:
+    """The values from which a client's message differs by the client's change; see `OwnCodec.upload_origin`."""
+    if isinstance(algorithm, OwnCodec):
+        return algorithm.upload_origin(base, model, received)
+    return reference(algorithm, base, {**model, **received})
+
+
+def state_rank(algorithm: Algorithm, client: int, rank: int) -> None:
+    """Give a client the rank that its site states.
+
+    Raises:
+        MisconfigurationException: If clients of the method cannot have ranks of their own.
+    """
+    if not isinstance(algorithm, UnequalClients):
+        raise _no_ranks(algorithm, client, rank)
+    algorithm.set_rank(client, rank)
+
+
+def _no_ranks(algorithm: Algorithm, client: int, rank: int) -> MisconfigurationException:
+    return MisconfigurationException(
+        f"rank={rank} was stated for client {client}, and {type(algorithm).__name__} has no ranks of clients."
+    )
