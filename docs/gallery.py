@@ -16,8 +16,8 @@ from typing import Any
 import yaml
 from jsonargparse import ArgumentParser
 
-import lightning_lowrank.aggregation
 import lightning_lowrank.algorithms
+import lightning_lowrank.lora
 import lightning_lowrank.models
 import lightning_lowrank.optim
 from lightning_lowrank import FederatedLoop, LowRank

@@ -36,7 +36,8 @@ PACKAGES = {
     "algorithms": "Methods",
     "layers": "Low-rank layers",
     "compression": "Codecs and channels",
-    "aggregation": "Aggregators and LoRA operators",
+    "aggregation": "Aggregators",
+    "lora": "LoRA operators",
     "callbacks": "Callbacks",
     "optim": "Optimizers",
     "interop": "PEFT and checkpoints",
@@ -176,7 +177,7 @@ KEYS: dict[str, tuple[str, tuple[str, ...]]] = {
 }
 CLASSES = {
     "`federated.algorithm:`": ("federated", "Algorithm"),
-    "`federated.algorithm.operator:` of `FedLoRA`": ("aggregation", "Operator"),
+    "`federated.algorithm.operator:` of `FedLoRA`": ("lora", "Operator"),
     "`federated.partition:`": ("federated", "Partition"),
     "`federated.uplink:` and `downlink:`, lists": ("compression", "Codec"),
     "`federated.aggregator:`": ("aggregation", "Aggregator"),

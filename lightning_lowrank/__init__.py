@@ -9,34 +9,17 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from lightning_lowrank.aggregation import (
-        FFA,
-        RBLA,
         Aggregator,
         Bucketing,
         CenteredClipping,
-        CoLR,
         CoordinateMedian,
-        FedEx,
-        FedInc,
-        FedRPCA,
-        FedSA,
-        FedSVD,
-        FLoRA,
-        FLoRIST,
         GeometricMedian,
         Krum,
-        LoRAA2,
-        LoRAFair,
         MultiKrum,
         NearestNeighborMixing,
         NormBound,
-        ProductSum,
-        RaFLoRA,
-        RoLoRA,
-        SumProduct,
         TrimmedMean,
         WeightedMean,
-        ZeroPadding,
     )
     from lightning_lowrank.algorithms import (
         EF21P,
@@ -134,6 +117,25 @@ if TYPE_CHECKING:
         merge,
         recover,
         unmerge,
+    )
+    from lightning_lowrank.lora import (
+        FFA,
+        RBLA,
+        CoLR,
+        FedEx,
+        FedInc,
+        FedRPCA,
+        FedSA,
+        FedSVD,
+        FLoRA,
+        FLoRIST,
+        LoRAA2,
+        LoRAFair,
+        ProductSum,
+        RaFLoRA,
+        RoLoRA,
+        SumProduct,
+        ZeroPadding,
     )
     from lightning_lowrank.optim import ProjectedAdamW, ProjectedSGD
 
@@ -265,7 +267,17 @@ __all__ = [
     "unmerge",
 ]
 
-_PACKAGES = ("aggregation", "algorithms", "callbacks", "compression", "federated", "interop", "layers", "optim")
+_PACKAGES = (
+    "aggregation",
+    "algorithms",
+    "callbacks",
+    "compression",
+    "federated",
+    "interop",
+    "layers",
+    "lora",
+    "optim",
+)
 _HOMES = (*_PACKAGES, "algorithms.split_mix")
 """The modules that the names come from."""
 

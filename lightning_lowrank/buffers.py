@@ -6,8 +6,8 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from torch import Tensor, nn
 
-from lightning_lowrank.aggregation.adapters import is_base_change
 from lightning_lowrank.configuration import check_patterns, misconfigured
+from lightning_lowrank.internals.peft import is_base_change
 from lightning_lowrank.patterns import matches
 
 _EMA = "federated_ema_parameters"

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from lightning_lowrank import aggregation
-from lightning_lowrank.aggregation import Operator
+from lightning_lowrank import lora
 from lightning_lowrank.cli.runs import read_run
+from lightning_lowrank.lora import Operator
 from tests import texts
 from tests.cli.run_folders import rows_of, write_run
 
@@ -29,7 +29,7 @@ def table(monkeypatch, tmp_path):
 
 
 def test_every_operator_has_a_row(table):
-    exported = {each for each in vars(aggregation).values() if isinstance(each, ABCMeta) and issubclass(each, Operator)}
+    exported = {each for each in vars(lora).values() if isinstance(each, ABCMeta) and issubclass(each, Operator)}
     names = [*table.operators(), *table.CORES]
     assert {each.__name__ for each in exported - {Operator}} | {"FedSB", "Ravan"} == set(names)
     ten, seven = (table.rows(names, division) for division in table.FIRST)

@@ -37,6 +37,7 @@ LAYOUT = (
     "buffers",
     "multiply_adds",
     "federated",
+    "lora",
     "algorithms",
     "interop",
     "callbacks",
@@ -49,7 +50,7 @@ LAYOUT = (
 )
 """What stands right below the package. Each may import itself and what stands before it; "" is ``__init__.py``."""
 
-INTERNALS_OF_TORCH = {f"{PACKAGE}.internals.{name}" for name in ("__init__", "replaced", "torch")}
+INTERNALS_OF_TORCH = {f"{PACKAGE}.internals.{name}" for name in ("__init__", "peft", "replaced", "torch")}
 """What of ``internals`` the torch-only areas may import."""
 
 LIGHTNING = {"lightning", "lightning_fabric", "lightning_utilities", "pytorch_lightning", "torchmetrics"}

@@ -10,7 +10,7 @@ import pytest
 from tests.strict_device.device import unsupported_reason
 
 ROOT = Path(__file__).parents[1]
-FOLDERS = ("algorithms", "layers", "callbacks", "optim", "aggregation", "compression")
+FOLDERS = ("algorithms", "layers", "callbacks", "optim", "aggregation", "lora", "compression")
 # What moves tensors between devices, draws there, or keeps something from one round to the next.
 CHOSEN = (
     "algorithms/test_contract.py",

@@ -7,7 +7,6 @@ from lightning_lowrank.algorithms.fedbat import FedBAT
 from lightning_lowrank.algorithms.fedbn import FedBN, FedPer
 from lightning_lowrank.algorithms.feddyn import FedDyn
 from lightning_lowrank.algorithms.fedhm import FedHM
-from lightning_lowrank.algorithms.fedlora import FedLoRA
 from lightning_lowrank.algorithms.fedmud import FedMUD
 from lightning_lowrank.algorithms.fednova import FedNova
 from lightning_lowrank.algorithms.fedntd import FedNTD
@@ -25,6 +24,7 @@ from lightning_lowrank.algorithms.server_optimizers import FedAdam, FedAvgM, Fed
 from lightning_lowrank.algorithms.split_mix import SplitMix
 from lightning_lowrank.algorithms.tdpfed import TDPFed
 from lightning_lowrank.algorithms.upload_masks import GradientMask, RandomMask, SlidingWindowMask
+from lightning_lowrank.lora.fedlora import FedLoRA
 
 __all__ = [
     "EF21P",

@@ -10,10 +10,11 @@ from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.utilities import rank_zero_warn
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
-from lightning_lowrank.aggregation import ConvergenceConstants, convergence_constants
-from lightning_lowrank.algorithms.fedlora import AggregatedRound, FedLoRA
 from lightning_lowrank.arguments import Configured
 from lightning_lowrank.internals.lightning import check_namespace, log_figures
+from lightning_lowrank.lora import ConvergenceConstants, convergence_constants
+from lightning_lowrank.lora.fedlora import FedLoRA
+from lightning_lowrank.lora.inputs import AggregatedRound
 
 
 class ConvergenceMonitor(Configured, Callback):

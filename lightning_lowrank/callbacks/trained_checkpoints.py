@@ -13,9 +13,9 @@ from lightning.pytorch.strategies import DeepSpeedStrategy, FSDPStrategy, ModelP
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import Tensor, nn
 
-from lightning_lowrank.aggregation.adapters import peft_parameters
 from lightning_lowrank.arguments import Configured
 from lightning_lowrank.internals.lightning import check_namespace
+from lightning_lowrank.internals.peft import peft_parameters
 from lightning_lowrank.internals.torch import digest_of, written
 from lightning_lowrank.interop.checkpoints import TRAINED_CHECKPOINTS, put_back
 from lightning_lowrank.layers import low_rank_layers

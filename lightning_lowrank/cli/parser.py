@@ -41,6 +41,7 @@ import lightning_lowrank.callbacks
 import lightning_lowrank.compression
 import lightning_lowrank.data
 import lightning_lowrank.layers
+import lightning_lowrank.lora
 import lightning_lowrank.models
 import lightning_lowrank.optim  # noqa: F401
 from lightning_lowrank.arguments import printable

@@ -34,13 +34,13 @@ from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
 from lightning_lowrank.aggregation import Aggregator, DistanceRule, RobustRule
-from lightning_lowrank.aggregation.adapters import find_adapters
 from lightning_lowrank.arguments import listed
 from lightning_lowrank.federated.algorithm import Algorithm, CompletesModels
 from lightning_lowrank.federated.protocols import inherits
 from lightning_lowrank.federated.settings import FederatedSettings
 from lightning_lowrank.federated.state import Base, BufferPolicy, trained_tensors
 from lightning_lowrank.internals.lightning import overrides
+from lightning_lowrank.internals.peft import factor_names, peft_layers
 from lightning_lowrank.internals.torch import BATCH_NORMS, sharing_memory
 from lightning_lowrank.layers import low_rank_layers
 
@@ -461,12 +461,10 @@ def check_factors_move(module: nn.Module, trained: Iterable[str], asking: str) -
             tangents = {name: direction(value) for name, value in moving.items()}
             if not jvp(composed, (moving,), (tangents,))[1].any():
                 still.append(layer_name)
-    if any(hasattr(part, "lora_A") and hasattr(part, "get_base_layer") for part in module.modules()):
-        for adapter in find_adapters(module).values():
-            B, A = adapter.parameters["B"], adapter.parameters["A"]
-            moves = [held[other].any() for name, other in ((B, A), (A, B)) if name in names]
-            if moves and not any(moves):
-                still.append(adapter.name)
+    for layer_name, B, A in factor_names(module):
+        moves = [held[other].any() for name, other in ((B, A), (A, B)) if name in names]
+        if moves and not any(moves):
+            still.append(layer_name)
     if still:
         raise MisconfigurationException(
             f"{asking}: none of the factors of {listed(still)} that are trained can move, since they meet a factor that"
@@ -568,8 +566,7 @@ def local_part_advice(algorithm: Algorithm, remedy: str = _BY_PERSONAL_TEST) -> 
 
 def warn_of_changed_base(algorithm: Algorithm, base: Base) -> None:
     """Say that PEFT's own way of saving a module leaves out what the method has changed of its frozen weights."""
-    # A PEFT layer is told by its structure, as in `find_adapters`.
-    wrapped = any(hasattr(part, "lora_A") and hasattr(part, "get_base_layer") for part in base.module.modules())
+    wrapped = any(peft_layers(base.module))
     if wrapped and (base.state.get("folded") or base.state.get("beside")):
         rank_zero_warn(
             f"{type(algorithm).__name__} changed base weights of the model that PEFT wrapped, and its"

@@ -26,9 +26,9 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-from lightning_lowrank.aggregation.adapters import is_base_change
 from lightning_lowrank.arguments import SAME_RESULT, Configured, recorded_arguments
 from lightning_lowrank.federated.settings import FederatedSettings
+from lightning_lowrank.internals.peft import is_base_change
 from lightning_lowrank.internals.replaced import replaced
 
 _LONGEST_LIST = 32

@@ -27,9 +27,9 @@ from torch.optim import Optimizer
 from torch.utils.data import DataLoader, Dataset
 from torchmetrics import Metric, MetricCollection
 
-from lightning_lowrank.aggregation.adapters import is_base_change
 from lightning_lowrank.arguments import listed
 from lightning_lowrank.federated.state import trained_tensors
+from lightning_lowrank.internals.peft import is_base_change
 from lightning_lowrank.internals.torch import is_transformed, own_buffers, quantised_to_4_bits, written
 
 _MANY = 10_000

@@ -10,11 +10,11 @@ import torch
 from torch import Tensor, nn
 from typing_extensions import override
 
-from lightning_lowrank.aggregation.adapters import peft_parameters
 from lightning_lowrank.buffers import persistent_buffers
 from lightning_lowrank.compression import Dense
 from lightning_lowrank.federated.stages import RoundStage
 from lightning_lowrank.federated.state import ClientInfo, Server
+from lightning_lowrank.internals.peft import peft_parameters
 from lightning_lowrank.layers import low_rank_layers
 
 # What PEFT puts into the names of the model that it wraps.

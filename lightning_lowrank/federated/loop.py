@@ -22,7 +22,6 @@ from rich import get_console
 from torch import nn
 from torch.utils.data import DataLoader
 
-from lightning_lowrank.aggregation.adapters import keep_base_changes
 from lightning_lowrank.arguments import listed
 from lightning_lowrank.buffers import aliases, under_all_names
 from lightning_lowrank.federated.checks import (
@@ -74,6 +73,7 @@ from lightning_lowrank.internals.lightning import (
     pool_training_results,
     stops_now,
 )
+from lightning_lowrank.internals.peft import keep_base_changes
 from lightning_lowrank.internals.replaced import replaced
 from lightning_lowrank.layers import unmerge
 from lightning_lowrank.units import bytes_text, percent

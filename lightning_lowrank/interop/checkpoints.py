@@ -12,10 +12,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lightning_lowrank.aggregation.adapters import keep_base_changes
 from lightning_lowrank.arguments import first_ten, listed
 from lightning_lowrank.buffers import under_all_names
 from lightning_lowrank.configuration import misconfigured
+from lightning_lowrank.internals.peft import keep_base_changes
 from lightning_lowrank.internals.torch import digest_of
 from lightning_lowrank.interop.peft_export import (
     export_wrapped,

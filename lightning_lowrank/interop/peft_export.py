@@ -17,10 +17,10 @@ import safetensors.torch
 import torch
 from torch import Tensor, nn
 
-from lightning_lowrank.aggregation.adapters import Adapter, find_adapters, peft_parameters
 from lightning_lowrank.arguments import listed
 from lightning_lowrank.buffers import persistent_buffers
 from lightning_lowrank.configuration import misconfigured
+from lightning_lowrank.internals.peft import peft_parameters
 from lightning_lowrank.interop.files import replacing
 from lightning_lowrank.interop.peft_layout import (
     CONFIG_FILE,
@@ -34,6 +34,7 @@ from lightning_lowrank.interop.peft_layout import (
     trained_in_fits,
 )
 from lightning_lowrank.layers import CoreProduct, low_rank_layers
+from lightning_lowrank.lora.adapters import Adapter, find_adapters
 
 # What PEFT puts into the names of the layers that it wraps.
 _WRAPPING = re.compile(r"\.?(base_layer|original_module)\b")

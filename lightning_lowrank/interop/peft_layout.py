@@ -14,9 +14,9 @@ from typing import Any
 
 from torch import nn
 
-from lightning_lowrank.aggregation.adapters import unlike_convolution
 from lightning_lowrank.buffers import persistent_buffers
 from lightning_lowrank.configuration import misconfigured
+from lightning_lowrank.internals.peft import unlike_convolution
 from lightning_lowrank.internals.torch import digest_of, own_children
 from lightning_lowrank.layers import CoreProduct, LowRankLayer, MatrixProduct, low_rank_layers
 

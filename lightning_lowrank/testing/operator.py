@@ -9,8 +9,8 @@ import torch
 from lightning.pytorch.utilities.seed import isolate_rng
 from torch import Tensor
 
-from lightning_lowrank.aggregation import Broadcast, LowRankPair, Operator
 from lightning_lowrank.internals.torch import TorchDispatchMode
+from lightning_lowrank.lora import Broadcast, LowRankPair, Operator
 from lightning_lowrank.seeding import derive_seed
 from lightning_lowrank.testing.require import generator_states, require, seed_generators
 
@@ -49,7 +49,7 @@ def check_operator(
         AssertionError: If the contract is broken. The message names the operator and what it did.
 
     Example:
-        >>> from lightning_lowrank.aggregation import FLoRA, ProductSum
+        >>> from lightning_lowrank.lora import FLoRA, ProductSum
         >>> check_operator(ProductSum())
         >>> check_operator(FLoRA(), exact=True)
         >>> check_operator(ProductSum(), exact=True)

@@ -38,10 +38,10 @@ from pathlib import Path
 
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 
-from lightning_lowrank import aggregation, cli
-from lightning_lowrank.aggregation import Operator
+from lightning_lowrank import cli, lora
 from lightning_lowrank.cli.report import parse_bytes, report
 from lightning_lowrank.cli.runs import Run, read_run
+from lightning_lowrank.lora import Operator
 
 HERE = Path(__file__).parent
 # Operators whose bytes are the others' budget, by division: the plain mean of factors, of one rank and of several.
@@ -55,7 +55,7 @@ def operators() -> dict[str, type[Operator]]:
     """Return the package's operators by name."""
     return {
         name: each
-        for name, each in sorted(vars(aggregation).items())
+        for name, each in sorted(vars(lora).items())
         if isinstance(each, ABCMeta) and issubclass(each, Operator) and each is not Operator
     }
 

@@ -17,6 +17,7 @@ import pytest
 import torch
 from torch import nn
 
+import lightning_lowrank
 from lightning_lowrank import (
     BlockKronecker,
     CoreProduct,
@@ -24,7 +25,6 @@ from lightning_lowrank import (
     LowRank,
     MatrixProduct,
     ProjectedSGD,
-    aggregation,
     algorithms,
 )
 from lightning_lowrank.federated import Algorithm
@@ -195,7 +195,7 @@ METHODS: dict[str, Method] = {
 }
 
 
-def fedlora(operator: Callable[[], aggregation.Operator], claims: Claims, **differences: Any) -> Method:
+def fedlora(operator: Callable[[], Any], claims: Claims, **differences: Any) -> Method:
     """Return the entry of `FedLoRA` with an operator."""
     return Method(
         **{
@@ -209,65 +209,73 @@ def fedlora(operator: Callable[[], aggregation.Operator], claims: Claims, **diff
     )
 
 
-def ranks(operator: Callable[[], aggregation.Operator]) -> Callable[[], Algorithm]:
+def ranks(operator: Callable[[], Any]) -> Callable[[], Algorithm]:
     """Return what makes a `FedLoRA` whose clients have different ranks."""
     return lambda: algorithms.FedLoRA(operator(), levels=(1.0, 0.5))
 
 
 FROM_ZERO = {"forms": ("lora",), "refusal": "LoRA|nothing would change"}
 METHODS |= {
-    "FedLoRA-ProductSum": fedlora(aggregation.ProductSum, Claims(learning=SLOWLY)),
+    "FedLoRA-ProductSum": fedlora(lightning_lowrank.ProductSum, Claims(learning=SLOWLY)),
     "FedLoRA-RBLA": fedlora(
-        aggregation.RBLA,
+        lightning_lowrank.RBLA,
         Claims(identical=None, same_bytes=False, learning={**SLOWLY, "rounds": 10}),
-        make=ranks(aggregation.RBLA),
+        make=ranks(lightning_lowrank.RBLA),
         optimizer=PLAIN,
     ),
-    "FedLoRA-ZeroPadding": fedlora(aggregation.ZeroPadding, Claims(learning=SLOWLY)),
+    "FedLoRA-ZeroPadding": fedlora(lightning_lowrank.ZeroPadding, Claims(learning=SLOWLY)),
     "FedLoRA-SumProduct": fedlora(
-        aggregation.SumProduct,
+        lightning_lowrank.SumProduct,
         Claims(identical=None, same_bytes=False, learning={**SLOWLY, "rounds": 10}),
-        make=ranks(aggregation.SumProduct),
+        make=ranks(lightning_lowrank.SumProduct),
         optimizer=PLAIN,
     ),
     "FedLoRA-RaFLoRA": fedlora(
-        aggregation.RaFLoRA,
+        lightning_lowrank.RaFLoRA,
         Claims(identical=None, same_bytes=False, learning={**SLOWLY, "rounds": 10}),
-        make=ranks(aggregation.RaFLoRA),
+        make=ranks(lightning_lowrank.RaFLoRA),
         optimizer=PLAIN,
     ),
     # Rounds begin with factors drawn by the server's seed.
-    "FedLoRA-FLoRA": fedlora(aggregation.FLoRA, Claims(plain=None, same_bytes=False, learning=SLOWLY)),
-    "FedLoRA-FLoRIST": fedlora(aggregation.FLoRIST, Claims(plain=None, same_bytes=False, learning=SLOWLY)),
+    "FedLoRA-FLoRA": fedlora(lightning_lowrank.FLoRA, Claims(plain=None, same_bytes=False, learning=SLOWLY)),
+    "FedLoRA-FLoRIST": fedlora(lightning_lowrank.FLoRIST, Claims(plain=None, same_bytes=False, learning=SLOWLY)),
     # A is not trained, or not in the first round.
-    "FedLoRA-FFA": fedlora(aggregation.FFA, Claims(plain=None, same_bytes=False, learning=SLOWLY), **FROM_ZERO),
-    "FedLoRA-FedSVD": fedlora(aggregation.FedSVD, Claims(plain=None, same_bytes=False, learning=SLOWLY), **FROM_ZERO),
-    "FedLoRA-RoLoRA": fedlora(aggregation.RoLoRA, Claims(plain=None, same_bytes=False, learning=SLOWLY), **FROM_ZERO),
-    "FedLoRA-LoRAA2": fedlora(aggregation.LoRAA2, Claims(plain=None, same_bytes=False, learning=SLOWLY), **FROM_ZERO),
+    "FedLoRA-FFA": fedlora(lightning_lowrank.FFA, Claims(plain=None, same_bytes=False, learning=SLOWLY), **FROM_ZERO),
+    "FedLoRA-FedSVD": fedlora(
+        lightning_lowrank.FedSVD, Claims(plain=None, same_bytes=False, learning=SLOWLY), **FROM_ZERO
+    ),
+    "FedLoRA-RoLoRA": fedlora(
+        lightning_lowrank.RoLoRA, Claims(plain=None, same_bytes=False, learning=SLOWLY), **FROM_ZERO
+    ),
+    "FedLoRA-LoRAA2": fedlora(
+        lightning_lowrank.LoRAA2, Claims(plain=None, same_bytes=False, learning=SLOWLY), **FROM_ZERO
+    ),
     # B stays with the client.
     "FedLoRA-FedSA": fedlora(
-        aggregation.FedSA,
+        lightning_lowrank.FedSA,
         Claims(plain=None, same_bytes=False, trains_global=False, averages_buffers=True, learning=SLOWLY),
     ),
-    "FedLoRA-FedEx": fedlora(aggregation.FedEx, Claims(same_bytes=False, learning=SLOWLY)),
+    "FedLoRA-FedEx": fedlora(lightning_lowrank.FedEx, Claims(same_bytes=False, learning=SLOWLY)),
     # Of one client or several equal ones, too, it amplifies single numbers.
     "FedLoRA-FedRPCA": fedlora(
-        partial(aggregation.FedRPCA, iterations=60), Claims(plain=None, identical=None, learning=SLOWLY)
+        partial(lightning_lowrank.FedRPCA, iterations=60), Claims(plain=None, identical=None, learning=SLOWLY)
     ),
-    "FedLoRA-LoRAFair": fedlora(aggregation.LoRAFair, Claims(same_bytes=False, learning=SLOWLY)),
+    "FedLoRA-LoRAFair": fedlora(lightning_lowrank.LoRAFair, Claims(same_bytes=False, learning=SLOWLY)),
     # One factor is drawn.
-    "FedLoRA-CoLR": fedlora(aggregation.CoLR, Claims(plain=None, same_bytes=False, learning=SLOWLY)),
-    "FedLoRA-FedInc": fedlora(aggregation.FedInc, Claims(same_bytes=False, learning=SLOWLY)),
+    "FedLoRA-CoLR": fedlora(lightning_lowrank.CoLR, Claims(plain=None, same_bytes=False, learning=SLOWLY)),
+    "FedLoRA-FedInc": fedlora(lightning_lowrank.FedInc, Claims(same_bytes=False, learning=SLOWLY)),
 }
 
 
 def hooks(algorithm: Algorithm) -> frozenset[str]:
     """The hooks that a method overrides; of `FedLoRA`, whose own are always the same, those of its operator."""
     if isinstance(algorithm, algorithms.FedLoRA):
+        from lightning_lowrank.lora import Operator
+
         operator = algorithm.operator
-        # Which factor absorbs a difference of scalings is arithmetic.
-        own = {name for name in vars(aggregation.Operator) if not name.startswith("_")} - {"absorbing"}
-        found = {name for name in own if getattr(type(operator), name) is not getattr(aggregation.Operator, name)}
+        # Which factor absorbs a difference of scalings is arithmetic, and without upload_ranks no slots are selected.
+        own = {name for name in vars(Operator) if name[0] != "_"} - {"absorbing", "selects", "select_ranks"}
+        found = {name for name in own if getattr(type(operator), name) is not getattr(Operator, name)}
         return frozenset(f"operator.{name}" for name in found) | ({"levels"} if len(algorithm.levels) > 1 else set())
     # Commits without protocols are compared with by this table too.
     from lightning_lowrank.federated.protocols import PROTOCOLS

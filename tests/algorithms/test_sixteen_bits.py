@@ -123,7 +123,7 @@ def test_a_change_that_travels_as_a_matrix_is_not_rounded_to_sixteen_bits():
     server = Server(base, clients=9, model=trained_tensors(module))
     pairs = [(torch.randn(16, 4, generator=draws), torch.randn(16, 4, generator=draws)) for _ in range(9)]
     for client, (left, right) in enumerate(pairs):
-        sent = {name: server.model[name].clone() for name in algorithm._factors}
+        sent = {name: server.model[name].clone() for name in algorithm._ranks.adapters.factors}
         sent |= {"net.2.factors.U": left.bfloat16(), "net.2.factors.V": right.bfloat16()}
         algorithm.receive(server, ClientInfo(client, samples=1, round=0, seed=0), Message(sent), 1.0)
     before = module.net[2].frozen_weight.double()

@@ -35,7 +35,7 @@ from pathlib import Path
 import torch
 from json_option import add_json_option, write_json
 
-from lightning_lowrank.aggregation import LowRankPair, SumProduct
+from lightning_lowrank.lora import LowRankPair, SumProduct
 
 CLIENTS, LAYERS, SIDE, RANK = 10, 48, 768, 8
 MANY_CLIENTS = 100

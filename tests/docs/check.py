@@ -17,7 +17,7 @@ from pathlib import Path
 import jupytext
 import yaml
 
-from lightning_lowrank import aggregation, algorithms
+from lightning_lowrank import algorithms, lora
 from tests.docs.page import CHECKED, DOCS, FOLLOWED, LANGUAGES, PAGES, README, ROOT, blocks
 from tests.zoo.registry import GALLERIES, MissingExtra, load
 
@@ -120,8 +120,8 @@ def notebooks() -> Iterator[str]:
 
 def methods() -> Iterator[str]:
     listed = yaml.safe_load((DOCS / "methods.yaml").read_text()).keys()
-    kinds = [getattr(aggregation, name) for name in aggregation.__all__]
-    operators = [kind for kind in kinds if isinstance(kind, ABCMeta) and issubclass(kind, aggregation.Operator)]
+    kinds = [getattr(lora, name) for name in lora.__all__]
+    operators = [kind for kind in kinds if isinstance(kind, ABCMeta) and issubclass(kind, lora.Operator)]
     wanted = {*algorithms.__all__, *(kind.__name__ for kind in operators)} - {"Operator"}
     for name in sorted(listed ^ wanted):
         yield f"docs/methods.yaml and the package differ in {name}"

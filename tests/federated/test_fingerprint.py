@@ -44,7 +44,7 @@ from lightning_lowrank import (
     StaticBatchNorm,
     SystemModel,
     TrimmedMean,
-    aggregation,
+    lora,
 )
 from lightning_lowrank.aggregation import KeepsArrivals
 from lightning_lowrank.arguments import recorded_arguments
@@ -70,7 +70,7 @@ class Median(KeepsArrivals):
         return {name: torch.stack(values).median(0).values for name, values in self.values().items()}
 
 
-class OtherOperator(aggregation.ZeroPadding):
+class OtherOperator(lora.ZeroPadding):
     pass
 
 

@@ -13,12 +13,12 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import nn
 
 from lightning_lowrank import ConvergenceMonitor, FederatedLoop, FromIndices, algorithms, export_adapter
-from lightning_lowrank.aggregation import LoRAA2
 from lightning_lowrank.compression import Dense, Half, Quantize, RandomK, TopK
 from lightning_lowrank.federated import client_states
 from lightning_lowrank.flower.recipe import Recipe
 from lightning_lowrank.flower.remote_rounds import RemoteRounds
 from lightning_lowrank.interop.checkpoints import adapter_checkpoint
+from lightning_lowrank.lora import LoRAA2
 from tests.algorithms.methods import LOW_RANK, METHODS, MOMENTUM, Method, each_method
 from tests.flower.helpers import run_on_sites
 from tests.grids import nightly_except

@@ -8,8 +8,8 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import nn
 
 from lightning_lowrank import load_dense
-from lightning_lowrank.aggregation.adapters import find_adapters
 from lightning_lowrank.flower.client import client_app
+from lightning_lowrank.lora.adapters import find_adapters
 from lightning_lowrank.models import MLP, Classifier
 from tests.flower.helpers import (
     LORA,

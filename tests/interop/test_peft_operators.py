@@ -7,6 +7,7 @@ import pytest
 import safetensors.torch
 import torch
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from tests.lora.test_fedlora_peft import CLIENTS, Labelling, bert, convolutions, data, gpt
 from torch import nn
 from torch.utils.data import DataLoader
 
@@ -20,20 +21,19 @@ from lightning_lowrank import (
     MatrixProduct,
     Ravan,
     TrainedCheckpoints,
-    aggregation,
     cli,
     export_adapter,
+    lora,
 )
-from lightning_lowrank.aggregation import Operator
 from lightning_lowrank.interop.checkpoints import adapter_checkpoint
-from tests.algorithms.test_fedlora_peft import CLIENTS, Labelling, bert, convolutions, data, gpt
+from lightning_lowrank.lora import Operator
 from tests.grids import each_of, nightly_except, pairwise
 from tests.helpers import fit, trainer
 from tests.interop.helpers import config_of, peft, perturbed
 
 # Also those that come later.
 OPERATORS = sorted(
-    (each for each in vars(aggregation).values() if isinstance(each, ABCMeta) and issubclass(each, Operator)),
+    (each for each in vars(lora).values() if isinstance(each, ABCMeta) and issubclass(each, Operator)),
     key=lambda each: each.__name__,
 )
 OPERATORS.remove(Operator)
@@ -186,7 +186,7 @@ def test_a_change_of_weights_of_16_bits_is_that_before_rounding(tmp_path, form):
     torch.manual_seed(0)
     TARGETS[network], HEADS[network] = TARGETS[bert], HEADS[bert]
     module, callbacks, base = start(network, form)
-    loop = FederatedLoop(FedLoRA(aggregation.FLoRA()), partition=FromIndices(CLIENTS), summary=False)
+    loop = FederatedLoop(FedLoRA(lora.FLoRA()), partition=FromIndices(CLIENTS), summary=False)
     run = trainer(tmp_path, *callbacks, loop, max_epochs=2, limit_val_batches=0)
     fit(run, module, DataLoader(data(bert), batch_size=4))
     run.save_checkpoint(tmp_path / "run.ckpt")
@@ -226,7 +226,7 @@ class Built(Labelling):
 def test_the_command_builds_what_the_run_began_with(tmp_path, capsys, form, trained):
     _, callbacks, base = start(bert, form)
     module = Built(form)
-    loop = FederatedLoop(FedLoRA(aggregation.FedEx()), partition=FromIndices(CLIENTS), summary=False)
+    loop = FederatedLoop(FedLoRA(lora.FedEx()), partition=FromIndices(CLIENTS), summary=False)
     callbacks = [*callbacks, loop, *([TrainedCheckpoints()] if trained else [])]
     run = trainer(tmp_path, *callbacks, max_epochs=2, limit_val_batches=0)
     fit(run, module, DataLoader(data(bert), batch_size=4))
@@ -444,7 +444,7 @@ def test_tied_embeddings(tmp_path, form, operator, tying):
     base = LlamaForCausalLM(config)
     lora = peft().LoraConfig(r=2, lora_alpha=2, ensure_weight_tying=tying, **form)
     module = Causal(peft().get_peft_model(copy.deepcopy(base), lora))
-    loop = FederatedLoop(FedLoRA(getattr(aggregation, operator)()), partition=FromIndices(CLIENTS), summary=False)
+    loop = FederatedLoop(FedLoRA(getattr(lora, operator)()), partition=FromIndices(CLIENTS), summary=False)
     run = trainer(tmp_path, loop, max_epochs=2, limit_val_batches=0)
     loader = DataLoader(data(bert), batch_size=4)
     if operator == "FLoRA" and "embed_tokens" in form["target_modules"]:

@@ -25,8 +25,8 @@ from lightning_lowrank import (
     TrainedCheckpoints,
     export_adapter,
 )
-from lightning_lowrank.aggregation import keep_base_changes
 from lightning_lowrank.interop.checkpoints import adapter_checkpoint
+from lightning_lowrank.lora import keep_base_changes
 from tests.grids import daily, nightly_except
 from tests.helpers import Data, Module, fit, trainer
 from tests.interop.helpers import peft

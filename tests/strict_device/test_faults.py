@@ -28,7 +28,6 @@ from lightning_lowrank import (
     LowRank,
     MatrixProduct,
 )
-from lightning_lowrank.aggregation import LoRAA2
 from lightning_lowrank.data import TensorImages, collate_images
 from lightning_lowrank.federated import logbook
 from lightning_lowrank.federated.data import batches
@@ -37,6 +36,7 @@ from lightning_lowrank.federated.execution import auto, memory, why_not
 from lightning_lowrank.federated.execution.processes import ClientParallelStrategy
 from lightning_lowrank.federated.local import LocalTraining
 from lightning_lowrank.federated.randomness import StepRandomness
+from lightning_lowrank.lora import LoRAA2
 from tests.algorithms.methods import LOW_RANK, METHODS, each_method
 from tests.grids import nightly_except
 from tests.helpers import Data, Module, assert_same, fit, lightnings_own, network, trainer, weights

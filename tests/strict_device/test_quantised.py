@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from lightning_lowrank import FedEx, FLoRA
-from lightning_lowrank.aggregation import keep_base_changes
+from lightning_lowrank.lora import keep_base_changes
 from tests.helpers import Module
 from tests.interop import test_quantised as on_cpu
 from tests.strict_device import device

@@ -7,7 +7,7 @@ import pytest
 import torch
 from lightning.pytorch.utilities.seed import isolate_rng
 
-from lightning_lowrank.aggregation import Broadcast, LowRankPair, Operator, ProductSum
+from lightning_lowrank.lora import Broadcast, LowRankPair, Operator, ProductSum
 from lightning_lowrank.testing import check_operator
 
 

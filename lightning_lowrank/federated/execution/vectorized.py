@@ -12,7 +12,6 @@ import torch
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import Tensor, nn
 
-from lightning_lowrank.aggregation.adapters import is_base_change
 from lightning_lowrank.federated.algorithm import LocalStep
 from lightning_lowrank.federated.checks import check_factor_gradients
 from lightning_lowrank.federated.coordinator import Coordinator
@@ -30,6 +29,7 @@ from lightning_lowrank.federated.execution.why_not import (
 from lightning_lowrank.federated.failures import ClientsFailed, turn_of
 from lightning_lowrank.federated.protocols import UnequalClients, inherits
 from lightning_lowrank.federated.state import ClientContext, State, slice_tree, stack_trees
+from lightning_lowrank.internals.peft import is_base_change
 
 
 def structure_of(module: nn.Module) -> Hashable:

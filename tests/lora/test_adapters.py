@@ -6,9 +6,9 @@ import pytest
 import torch
 from torch import nn
 
-from lightning_lowrank.aggregation import LowRankPair
-from lightning_lowrank.aggregation.adapters import find_adapters
 from lightning_lowrank.layers import MatrixProduct, convert, low_rank_layers
+from lightning_lowrank.lora import LowRankPair
+from lightning_lowrank.lora.adapters import find_adapters
 
 
 def peft():

@@ -10,8 +10,8 @@ import torch
 from scipy.cluster.hierarchy import fcluster, linkage
 from scipy.spatial.distance import squareform
 
-from lightning_lowrank import aggregation
-from lightning_lowrank.aggregation import (
+from lightning_lowrank import lora
+from lightning_lowrank.lora import (
     FFA,
     RBLA,
     CoLR,
@@ -33,9 +33,9 @@ from lightning_lowrank.aggregation import (
     ZeroPadding,
     convergence_constants,
 )
-from lightning_lowrank.aggregation.clustering import agglomerate
-from lightning_lowrank.aggregation.pairs import inner_products, normalised_weights
-from lightning_lowrank.aggregation.robust_pca import principal_component_pursuit
+from lightning_lowrank.lora.operators.clustering import agglomerate
+from lightning_lowrank.lora.operators.robust_pca import principal_component_pursuit
+from lightning_lowrank.lora.pairs import inner_products, normalised_weights
 from lightning_lowrank.registry import registered
 from lightning_lowrank.seeding import derive_seed
 from lightning_lowrank.testing import check_operator
@@ -169,8 +169,8 @@ def server_expected(operator, pairs, weights):
 
 
 def test_every_exported_operator_is_under_contract():
-    exported = {name for name in aggregation.__all__ if isinstance(getattr(aggregation, name), ABCMeta)}
-    exported = {name for name in exported if issubclass(getattr(aggregation, name), Operator)} - {"Operator"}
+    exported = {name for name in lora.__all__ if isinstance(getattr(lora, name), ABCMeta)}
+    exported = {name for name in exported if issubclass(getattr(lora, name), Operator)} - {"Operator"}
     assert exported == set(OPERATORS)
     assert len(exported) == 17
 

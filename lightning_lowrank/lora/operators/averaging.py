@@ -15,11 +15,11 @@ from torch import Tensor
 from typing_extensions import override
 
 from lightning_lowrank.aggregation.aggregator import float64_device
-from lightning_lowrank.aggregation.inputs import BOTH, ONLY_A, ONLY_B, Broadcast, Factors, LayerInputs
-from lightning_lowrank.aggregation.operator import Operator
-from lightning_lowrank.aggregation.pairs import LowRankPair
-from lightning_lowrank.aggregation.svd import truncated_svd
 from lightning_lowrank.arguments import check_integer
+from lightning_lowrank.lora.inputs import BOTH, ONLY_A, ONLY_B, Broadcast, Factors, LayerInputs
+from lightning_lowrank.lora.operator import Operator
+from lightning_lowrank.lora.operators.svd import truncated_svd
+from lightning_lowrank.lora.pairs import LowRankPair
 
 __all__ = ["FFA", "RBLA", "FedSA", "FedSVD", "LoRAA2", "ProductSum", "RoLoRA", "ZeroPadding"]
 
@@ -178,6 +178,8 @@ class LoRAA2(RoLoRA):
         >>> operator.select_ranks(trained, received, budget=1, round=0)
         {'layer': tensor([1])}
     """
+
+    selects = True
 
     @torch.no_grad()
     def importance(self, pair: LowRankPair, received: LowRankPair, round: int) -> Tensor:

@@ -33,13 +33,12 @@ from lightning_lowrank import (
     ZeroPadding,
     load_dense,
 )
-from lightning_lowrank.aggregation import LowRankPair, Operator, find_adapters
-from lightning_lowrank.algorithms import fedlora
 from lightning_lowrank.federated import Base, ClientContext, ClientInfo, Message, Server
 from lightning_lowrank.federated.algorithm import detached
 from lightning_lowrank.federated.protocols import Personal, UnequalClients
 from lightning_lowrank.federated.state import copy_into, trained_tensors
 from lightning_lowrank.layers import low_rank_layers
+from lightning_lowrank.lora import LowRankPair, Operator, find_adapters, requirements
 from lightning_lowrank.registry import registered
 from tests.grids import daily, in_turn, nightly_except
 from tests.helpers import Data, Module, assert_same, blobs, fit, network, trainer, weights
@@ -540,7 +539,7 @@ def test_refuses_operators_that_change_a_base_weight_that_cannot_take_it(tmp_pat
         adapters["net.2"].unfoldable = "its weight is that of another module too"
         return adapters
 
-    monkeypatch.setattr(fedlora, "find_adapters", found)
+    monkeypatch.setattr(requirements, "find_adapters", found)
     with pytest.raises(MisconfigurationException, match=r"'net\.2'.*weight"):
         federate(tmp_path, FedLoRA(FLoRA()), rounds=1)
     federate(tmp_path, FedLoRA(SumProduct()), rounds=1)

@@ -52,10 +52,14 @@ def trained(method, epochs=2, execution="sequential", parts=PARTS, **settings):
 class Recorded(FedLoRA):
     """Keeps what a robust rule is told, and what it would be told by dense products."""
 
-    def _chosen(self, server):
-        arrivals = server.state["arrivals"]
-        pairs = [self._pairs_of(server, client, arrival) for client, arrival in arrivals.items()]
-        starts = [self._started_from(server.round, server.model, arrival["level"]) for arrival in arrivals.values()]
+    def __init__(self, *arguments, **named):
+        super().__init__(*arguments, **named)
+        self._of_factors, self._exchange.weights = self._exchange.weights, self._weights
+
+    def _weights(self, server):
+        arrivals, absorbing = server.state["arrivals"], self.operator.absorbing(server.round)
+        pairs = [self._exchange.arrived(server, client, arrival) for client, arrival in arrivals.items()]
+        starts = [self._ranks.started_from(server.model, each["level"], absorbing) for each in arrivals.values()]
         rest = [tensors for tensors, _ in server.aggregator.kept]
         rows = []
         for own, start, others in zip(pairs, starts, rest, strict=True):
@@ -66,7 +70,7 @@ class Recorded(FedLoRA):
                 if value.is_floating_point()
             ]
             rows.append(torch.cat(parts))
-        found = super()._chosen(server)
+        found = self._of_factors(server)
         rule = server.aggregator.fresh()
         for row, (_, weight) in zip(rows, server.aggregator.kept, strict=True):
             rule.add({"all": row}, weight)

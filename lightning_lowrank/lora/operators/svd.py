@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from lightning_lowrank.aggregation.aggregator import working_dtype
-from lightning_lowrank.aggregation.pairs import LowRankPair
+from lightning_lowrank.lora.pairs import LowRankPair
 from lightning_lowrank.seeding import generator
 
 __all__ = ["SVD", "Method", "Split", "truncated_svd"]

@@ -3,7 +3,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from lightning_lowrank.aggregation import LowRankPair, SumProduct
+from lightning_lowrank.lora import LowRankPair, SumProduct
 from tests.grids import pairwise
 
 SHAPES = [(9, 6), (6, 9), (8, 8), (7, 1), (1, 7), (1, 1)]

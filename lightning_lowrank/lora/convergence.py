@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from lightning_lowrank.aggregation.aggregator import to_float64
-from lightning_lowrank.aggregation.inputs import Broadcast, LayerInputs, slot_weights
-from lightning_lowrank.aggregation.pairs import LowRankPair, inner_products, padded
+from lightning_lowrank.lora.inputs import Broadcast, LayerInputs, slot_weights
+from lightning_lowrank.lora.pairs import LowRankPair, inner_products, padded
 
 __all__ = ["ConvergenceConstants", "convergence_constants"]
 
@@ -83,7 +83,7 @@ def convergence_constants(
         ValueError: If an operator would refuse the pairs or weights, or they are not those of ``broadcast``.
 
     Example:
-        >>> from lightning_lowrank.aggregation import ProductSum
+        >>> from lightning_lowrank.lora import ProductSum
         >>> pairs = [LowRankPair(torch.full((1, 1), b), torch.full((1, 1), b)) for b in (1.0, 3.0)]
         >>> found = convergence_constants(pairs, ProductSum().aggregate(pairs))
         >>> found.weak, found.weak_gap, found.strong_B, found.strong_B_gap, found.aggregation_error

@@ -9,10 +9,10 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from lightning_lowrank.aggregation.inputs import Broadcast, LayerInputs
-from lightning_lowrank.aggregation.operator import Operator
-from lightning_lowrank.aggregation.pairs import inner_products
 from lightning_lowrank.arguments import check_integer
+from lightning_lowrank.lora.inputs import Broadcast, LayerInputs
+from lightning_lowrank.lora.operator import Operator
+from lightning_lowrank.lora.pairs import inner_products
 
 __all__ = ["FedInc"]
 
@@ -34,7 +34,7 @@ class FedInc(Operator):
         ValueError: If it is below 1.
 
     Example:
-        >>> from lightning_lowrank.aggregation import LowRankPair
+        >>> from lightning_lowrank.lora import LowRankPair
         >>> pairs = [LowRankPair(torch.full((3, 1), b), torch.ones(1, 2)) for b in (1.0, 9.0, 2.0)]
         >>> [client.B[0].item() for client in FedInc().aggregate(pairs).clients]
         [1.5, 9.0, 1.5]

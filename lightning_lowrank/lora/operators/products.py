@@ -16,7 +16,8 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from lightning_lowrank.aggregation.inputs import (
+from lightning_lowrank.arguments import check_choice, check_integer, check_number
+from lightning_lowrank.lora.inputs import (
     BOTH,
     NEITHER,
     ONLY_A,
@@ -26,10 +27,9 @@ from lightning_lowrank.aggregation.inputs import (
     LayerInputs,
     slot_weights,
 )
-from lightning_lowrank.aggregation.operator import Operator
-from lightning_lowrank.aggregation.pairs import LowRankPair, padded
-from lightning_lowrank.aggregation.svd import Method, Split, truncated_svd
-from lightning_lowrank.arguments import check_choice, check_integer, check_number
+from lightning_lowrank.lora.operator import Operator
+from lightning_lowrank.lora.operators.svd import Method, Split, truncated_svd
+from lightning_lowrank.lora.pairs import LowRankPair, padded
 from lightning_lowrank.optim.haar import haar_basis
 
 __all__ = ["CoLR", "FLoRA", "FLoRIST", "FedEx", "LoRAFair", "RaFLoRA", "SumProduct"]

@@ -11,9 +11,9 @@ from typing import ClassVar, Literal
 import torch
 from torch import Tensor
 
-from lightning_lowrank.aggregation.inputs import BOTH, NEITHER, ONLY_B, Broadcast, Factors, LayerInputs
-from lightning_lowrank.aggregation.pairs import LowRankPair, check_rank
 from lightning_lowrank.arguments import Configured, recorded_arguments
+from lightning_lowrank.lora.inputs import BOTH, NEITHER, ONLY_B, Broadcast, Factors, LayerInputs
+from lightning_lowrank.lora.pairs import LowRankPair, check_rank
 from lightning_lowrank.seeding import derive_seed, generator
 
 __all__ = ["Operator"]
@@ -37,6 +37,7 @@ class Operator(Configured, ABC):
         changes_base: Whether there is a change of the base weight, which every client needs, also outside the cohort.
         mixed_ranks: Whether clients of different ranks can be aggregated.
         linear: Whether for clients of one rank the result depends on the mean of each sent factor alone.
+        selects: Whether clients can upload some of their slots, which :meth:`select_ranks` chooses.
     """
 
     broadcasts: ClassVar[Literal["common", "personal"]] = "common"
@@ -44,6 +45,7 @@ class Operator(Configured, ABC):
     changes_base: ClassVar[bool] = False
     mixed_ranks: ClassVar[bool] = True
     linear: ClassVar[bool] = False
+    selects: ClassVar[bool] = False
 
     def trained(self, round: int) -> Factors:
         """Return the factors that clients train in a round; the other is frozen."""
@@ -202,7 +204,7 @@ class Operator(Configured, ABC):
             ValueError: If the rank is below 1 or above a side of the weight.
 
         Example:
-            >>> from lightning_lowrank.aggregation import FLoRA
+            >>> from lightning_lowrank.lora import FLoRA
             >>> pair = FLoRA().fresh((6, 4), rank=2, seed=1)
             >>> pair.A.shape, pair.product().abs().max().item()
             (torch.Size([2, 4]), 0.0)
@@ -219,6 +221,12 @@ class Operator(Configured, ABC):
         rows = [torch.rand(shape[1], generator=draws, dtype=torch.float64) for _ in range(rank)]
         right = (2 * torch.stack(rows) - 1) / math.sqrt(shape[1])
         return right.new_zeros(shape[0], rank), right
+
+    def select_ranks(
+        self, pairs: Mapping[str, LowRankPair], received: Mapping[str, LowRankPair], budget: int, round: int
+    ) -> dict[str, Tensor]:
+        """The slots that a client uploads, by layer, ``budget`` of them in all; see :class:`LoRAA2`."""
+        raise NotImplementedError(f"{self!r} chooses no slots.")
 
     def _check(self, inputs: LayerInputs) -> None:
         ranks = [pair.rank for pair in inputs.pairs]

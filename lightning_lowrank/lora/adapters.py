@@ -9,97 +9,30 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from itertools import chain
 from typing import Any, Literal
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lightning_lowrank.aggregation.aggregator import working_dtype
-from lightning_lowrank.aggregation.pairs import LowRankPair
-from lightning_lowrank.internals.torch import own_buffers
+from lightning_lowrank.internals.peft import (
+    Parts,
+    change_in,
+    holds_numbers,
+    peft_layers,
+    set_change,
+    unlike_convolution,
+    why_nothing_beside,
+)
 from lightning_lowrank.layers import LowRankLayer, MatrixProduct, low_rank_layers
 from lightning_lowrank.layers.settings import update_scale
+from lightning_lowrank.lora.pairs import LowRankPair
 
-__all__ = ["Adapter", "find_adapters", "is_base_change", "keep_base_changes", "peft_parameters"]
+__all__ = ["FACTORS", "Adapter", "Adapters", "Name", "find_adapters"]
 
 Name = Literal["B", "A"]
-Parts = dict[str, Tensor]
+FACTORS: tuple[Name, Name] = ("B", "A")
 Add = Callable[[Tensor, Tensor], object]
-
-
-_CHANGE = "lowrank_change_"
-_PREPARED = "keeps_lowrank_change"
-_PARTS = ("B", "A", "product")
-
-
-def is_base_change(name: str) -> bool:
-    """Return whether a buffer of this name holds the change of a quantised base weight, or a part of it."""
-    return name.rpartition(".")[2].startswith(_CHANGE)
-
-
-def keep_base_changes(module: nn.Module) -> None:
-    """Let the quantised layers that PEFT wrapped load changes of their base weights from a state dict.
-
-    `FLoRA`, `FedEx` and `CoLR` keep what they change of a quantised weight in buffers of its layer,
-    ``lowrank_change_B`` and ``lowrank_change_A``, or ``lowrank_change_product``. `FederatedLoop` calls this function;
-    any other new module needs it before ``load_state_dict``, which refuses these names otherwise.
-
-    Example:
-        >>> model = nn.Linear(4, 4)
-        >>> keep_base_changes(model)  # no quantised layer: nothing changes
-    """
-    for _, layer in _peft_layers(module):
-        base = layer.get_base_layer()
-        # A hook would keep torch's attention from its fast path, and that has no weight of its own.
-        attends = isinstance(base, nn.MultiheadAttention)
-        if not attends and not _holds_numbers(base) and not _why_nothing_beside(base):
-            _prepare_for_change(base)
-
-
-def _prepare_for_change(layer: nn.Module) -> None:
-    if not vars(layer).get(_PREPARED, False):
-        layer.register_forward_hook(_add_change)
-        layer.register_load_state_dict_pre_hook(_make_room_for_change)
-        vars(layer)[_PREPARED] = True
-
-
-def _change_in(layer: nn.Module) -> Parts:
-    """Return the change of a layer's base weight: ``B`` and ``A``, or the ``product`` of them; empty: none."""
-    buffers = own_buffers(layer)
-    return {name: value for name in _PARTS if (value := buffers.get(_CHANGE + name)) is not None}
-
-
-def _set_change(layer: nn.Module, parts: Parts) -> None:
-    _prepare_for_change(layer)
-    held = next(chain(layer.parameters(), layer.buffers()), None)
-    for name in _PARTS:
-        if name in parts:
-            layer.register_buffer(_CHANGE + name, parts[name] if held is None else parts[name].to(held.device))
-        else:
-            own_buffers(layer).pop(_CHANGE + name, None)
-
-
-def _add_change(layer: nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> Tensor | None:
-    """Add the change of a quantised base weight to what its layer returns; a forward hook."""
-    parts = _change_in(layer)
-    if not parts:
-        return None
-    (taken, *_) = inputs
-    first = parts["product"] if "product" in parts else parts["A"]
-    found = F.linear(taken.to(first.dtype), first)
-    if "B" in parts:
-        found = F.linear(found, parts["B"])
-    return output + found.to(output.dtype)
-
-
-def _make_room_for_change(layer: nn.Module, state: Mapping[str, Tensor], prefix: str, *_: Any) -> None:
-    """Give a layer the buffers of a state dict's change; a pre-hook of `load_state_dict`."""
-    found = {name: value for name in _PARTS if (value := state.get(f"{prefix}{_CHANGE}{name}")) is not None}
-    # A state dict that has the layer and no change of it is of the layer without one.
-    if found or any(key.startswith(prefix) for key in state):
-        _set_change(layer, {name: torch.empty_like(value) for name, value in found.items()})
 
 
 class Adapter(ABC):
@@ -219,6 +152,25 @@ class Adapter(ABC):
         return {self.parameters[name]: self.value(name, getattr(full, name)).contiguous() for name in ("B", "A")}
 
 
+class Adapters:
+    """A module's adapters, with the scalings that they have now.
+
+    Args:
+        layers: The adapters by the names of their layers.
+    """
+
+    def __init__(self, layers: Mapping[str, Adapter]) -> None:
+        self.layers = dict(layers)
+        self.scalings = {layer: adapter.scaling for layer, adapter in layers.items()}
+        self.factors: dict[str, tuple[Adapter, Name]] = {
+            adapter.parameters[name]: (adapter, name) for adapter in layers.values() for name in FACTORS
+        }
+
+    def __iter__(self) -> Iterator[tuple[str, Adapter, float]]:
+        """Each layer's name, adapter and scaling."""
+        return ((layer, adapter, self.scalings[layer]) for layer, adapter in self.layers.items())
+
+
 class _LayerAdapter(Adapter):
     """A low-rank layer of this package."""
 
@@ -290,7 +242,7 @@ class _PeftAdapter(Adapter):
         factors = {which: getattr(layer, f"{prefix}{which}")[adapter] for which in ("B", "A")}
         tensors = {which: value if self._embedding else value.weight for which, value in factors.items()}
         self._shapes = {which: tuple(value.shape) for which, value in tensors.items()}
-        self.quantised = not _holds_numbers(layer.get_base_layer())
+        self.quantised = not holds_numbers(layer.get_base_layer())
         super().__init__(
             name,
             {"B": f"{name}.{prefix}B.{suffix}", "A": f"{name}.{prefix}A.{suffix}"},
@@ -321,15 +273,15 @@ class _PeftAdapter(Adapter):
 
     @property
     def beside(self) -> Parts:
-        return _change_in(self._layer.get_base_layer())
+        return change_in(self._layer.get_base_layer())
 
     @beside.setter
     def beside(self, parts: Parts) -> None:
         if not self.quantised:
             raise ValueError(f"layer {self.name!r} is not quantised: its base weight itself takes changes.")
         base = self._layer.get_base_layer()
-        if parts or _change_in(base):
-            _set_change(base, parts)
+        if parts or change_in(base):
+            set_change(base, parts)
 
     def as_base_matrix(self, weight: Tensor) -> Tensor:
         return weight.T if self._stored_by_input else weight.flatten(1)
@@ -344,14 +296,6 @@ class _PeftAdapter(Adapter):
         weight = self._layer.get_base_layer().weight
         matrix = matrix.to(working_dtype(weight.dtype))
         add(weight, (matrix.T if self._stored_by_input else matrix).reshape(weight.shape))
-
-
-def _holds_numbers(layer: nn.Module) -> bool:
-    """Return whether a layer's weight is a plain tensor of floating-point numbers."""
-    weight = getattr(layer, "weight", None)
-    # Quantised weights are integers, as bitsandbytes has them, tensors of a class of their own, as torchao has them, or
-    # are not there at all.
-    return isinstance(weight, Tensor) and weight.is_floating_point() and type(weight.data) is Tensor
 
 
 def find_adapters(module: nn.Module, adapter: str | None = None) -> dict[str, Adapter]:
@@ -386,7 +330,7 @@ def find_adapters(module: nn.Module, adapter: str | None = None) -> dict[str, Ad
         tied = [each for _, each in low_rank_layers(module) if each.factors is layer.factors]
         shared = _shared_with(module, holders[layer.frozen_weight], tied)
         found[name] = _LayerAdapter(name, tied, shared)
-    wrapped = {name: (layer, [*layer.lora_A, *layer.lora_embedding_A]) for name, layer in _peft_layers(module)}
+    wrapped = {name: (layer, [*layer.lora_A, *layer.lora_embedding_A]) for name, layer in peft_layers(module)}
     names = dict.fromkeys(name for _, existing in wrapped.values() for name in existing)
     if adapter is not None and adapter not in names:
         has = f"PEFT's adapters {', '.join(map(repr, names))}" if names else "no model that PEFT wrapped"
@@ -406,22 +350,6 @@ def find_adapters(module: nn.Module, adapter: str | None = None) -> dict[str, Ad
     return found
 
 
-def peft_parameters(module: nn.Module) -> tuple[set[Tensor], set[Tensor]]:
-    """Return the parameters of models that PEFT wrapped and trains, and those that PEFT has put there."""
-    wrapped: set[Tensor] = set()
-    adapters: set[Tensor] = set()
-    for part in module.modules():
-        # PEFT's parts are told by their structure: PEFT need not be installed.
-        if hasattr(part, "peft_config") and any(value.requires_grad for value in part.parameters()):
-            wrapped.update(part.parameters())
-        if hasattr(part, "get_base_layer"):
-            adapters.update(set(part.parameters()) - set(part.get_base_layer().parameters()))  # type: ignore[operator]
-        for name in ("modules_to_save", "prompt_encoder"):
-            if isinstance(found := getattr(part, name, None), nn.ModuleDict):
-                adapters.update(found.parameters())
-    return wrapped, adapters
-
-
 def _why_unfoldable(
     module: nn.Module, layer: Any, base: nn.Module, adapter: str, holders: Mapping[Tensor, Sequence[str]]
 ) -> str:
@@ -429,18 +357,12 @@ def _why_unfoldable(
     unlike = unlike_convolution(base)
     if unlike:
         return f"its convolution has {unlike}, and PEFT's adapter of it has not"
-    if _holds_numbers(base):
+    if holds_numbers(base):
         assert isinstance(base.weight, Tensor)
         return _shared_with(module, holders.get(base.weight, []), [base])
     if getattr(layer, "use_dora", {}).get(adapter):
         return "it is quantised, and DoRA's norms would not have what is kept beside it"
-    return _why_nothing_beside(base)
-
-
-def _why_nothing_beside(base: nn.Module) -> str:
-    if isinstance(base, (nn.Embedding, nn.Conv1d, nn.Conv2d, nn.Conv3d)):
-        return f"it is quantised, and a change can be kept beside linear layers only, not {type(base).__name__}"
-    return ""
+    return why_nothing_beside(base)
 
 
 def _refuse_other_methods(module: nn.Module, adapter: str | None) -> None:
@@ -466,20 +388,6 @@ def _shared_with(module: nn.Module, holders: Sequence[str], layers: Sequence[nn.
     return f"it is shared with {', '.join(others)}" if others else ""
 
 
-def unlike_convolution(layer: nn.Module) -> str:
-    """Return a convolution's setting that PEFT's adapter of it does not have; an empty string where there is none."""
-    if isinstance(layer, nn.Conv1d | nn.Conv2d | nn.Conv3d):
-        # PEFT gives its first convolution the kernel, stride and padding of the base layer, and nothing else.
-        for setting, value, plain in (
-            ("groups", layer.groups, layer.groups == 1),
-            ("dilation", layer.dilation, set(layer.dilation) == {1}),
-            ("padding_mode", layer.padding_mode, layer.padding_mode == "zeros"),
-        ):
-            if not plain:
-                return f"{setting}={value!r}"
-    return ""
-
-
 def _why_no_pair(layer: LowRankLayer) -> str:
     if layer.role != "update":
         return f"its role is {layer.role!r}, and LoRA's is 'update'"
@@ -490,13 +398,6 @@ def _why_no_pair(layer: LowRankLayer) -> str:
     if layer.frozen_weight.requires_grad:
         return "its weight is trained as well; leave train_base out"
     return ""
-
-
-def _peft_layers(module: nn.Module) -> Iterator[tuple[str, Any]]:
-    # A PEFT layer is told by its structure: PEFT itself need not be installed for modules without one.
-    for name, layer in module.named_modules():
-        if hasattr(layer, "lora_A") and hasattr(layer, "lora_embedding_A") and hasattr(layer, "get_base_layer"):
-            yield name, layer
 
 
 def _why_not_plain(layer: Any, chosen: list[str]) -> str:

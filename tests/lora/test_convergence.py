@@ -3,7 +3,7 @@ import math
 import pytest
 import torch
 
-from lightning_lowrank.aggregation import (
+from lightning_lowrank.lora import (
     RBLA,
     Broadcast,
     FedEx,

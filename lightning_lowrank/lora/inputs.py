@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from lightning_lowrank.aggregation.aggregator import float64_device
-from lightning_lowrank.aggregation.pairs import LowRankPair, check_pairs, check_rank, normalised_weights, padded
 from lightning_lowrank.arguments import check_integer, check_number
+from lightning_lowrank.lora.pairs import LowRankPair, check_pairs, check_rank, normalised_weights, padded
 
 __all__ = ["BOTH", "NEITHER", "ONLY_A", "ONLY_B", "Broadcast", "Factors", "LayerInputs", "slot_weights"]
 
@@ -49,6 +49,24 @@ class Broadcast:
         moved = {id(pair): pair.to(device) for pair in self.clients}
         change = None if self.change is None else self.change.to(device)
         return Broadcast(tuple(moved[id(pair)] for pair in self.clients), self.server.to(device), change)
+
+
+@dataclass(frozen=True)
+class AggregatedRound:
+    """Inputs and results of one round's aggregation, for observers that measure it.
+
+    Args:
+        round: Number of the round, from 0.
+        pairs: For each client its pairs by layer, as the server knows them: a factor that a client does not send is
+            the server's.
+        weights: The clients' weights.
+        broadcasts: The operator's results, by layer.
+    """
+
+    round: int
+    pairs: Sequence[Mapping[str, LowRankPair]]
+    weights: Sequence[float]
+    broadcasts: Mapping[str, Broadcast]
 
 
 class LayerInputs:

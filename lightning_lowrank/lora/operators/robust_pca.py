@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from lightning_lowrank.aggregation.averaging import ProductSum
-from lightning_lowrank.aggregation.inputs import Broadcast, LayerInputs
 from lightning_lowrank.arguments import check_integer, check_number
+from lightning_lowrank.lora.inputs import Broadcast, LayerInputs
+from lightning_lowrank.lora.operators.averaging import ProductSum
 
 __all__ = ["FedRPCA", "principal_component_pursuit"]
 
@@ -41,7 +41,7 @@ class FedRPCA(ProductSum):
         ValueError: If an argument is out of range.
 
     Example:
-        >>> from lightning_lowrank.aggregation import LowRankPair
+        >>> from lightning_lowrank.lora import LowRankPair
         >>> pairs = [LowRankPair(torch.ones(30, 1), torch.ones(1, 2)) for _ in range(4)]
         >>> pairs[0].B[3] = 9.0
         >>> FedRPCA(scale=3.0).aggregate(pairs).server.B[2:5, 0].round(decimals=2)

@@ -1,0 +1,127 @@
+"""Changes of base weights that operators make: what is announced, and what every side does with it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from functools import partial
+
+from torch import Tensor
+
+from lightning_lowrank.aggregation.aggregator import working_dtype
+from lightning_lowrank.federated.algorithm import detached
+from lightning_lowrank.federated.state import Base, copy_into
+from lightning_lowrank.lora.adapters import FACTORS, Adapters
+from lightning_lowrank.lora.inputs import Broadcast
+from lightning_lowrank.lora.operator import Operator
+from lightning_lowrank.lora.pairs import LowRankPair
+from lightning_lowrank.seeding import derive_seed
+
+# Stands for both factors of a change in messages if the matrix takes fewer bytes than they.
+_PRODUCT = "product"
+
+
+class BaseChanges:
+    """What an operator changes of frozen weights, and the factors that it redraws.
+
+    ``base.state`` keeps the drawn factors as ``"factors"``, the number of the draw as ``"draw"``, and the changes of
+    quantised weights as ``"beside"``.
+
+    Args:
+        operator: The operator.
+    """
+
+    def __init__(self, operator: Operator) -> None:
+        self._operator = operator
+        self.adapters = Adapters({})
+
+    def begin(self, base: Base, trained: Mapping[str, Tensor]) -> None:
+        """Take up earlier changes of quantised weights; fold what was learnt before, and draw, if factors are drawn."""
+        layers = self.adapters.layers
+        earlier = {layer: adapter.beside for layer, adapter in layers.items() if adapter.beside}
+        if earlier:
+            base.state["beside"] = earlier
+        if self._operator.redraws:
+            for layer, adapter in layers.items():
+                own = adapter.pair(detached(trained), adapter.rank, self.adapters.scalings[layer])
+                if own.product().any():
+                    self._change(base, layer, own)
+            self._draw(base, 0)
+            copy_into(trained, base.state["factors"])
+
+    def configure(self, base: Base) -> None:
+        """Give each quantised layer its change."""
+        beside = base.state.get("beside", {})
+        for layer, adapter in self.adapters.layers.items():
+            if adapter.quantised:
+                adapter.beside = beside.get(layer, {})
+
+    def announcement(self, found: Mapping[str, Broadcast], round_number: int) -> dict[str, Tensor]:
+        """The tensors that tell every side a round's changes."""
+        announced: dict[str, Tensor] = {}
+        names = self._operator.sent_down_of_change(round_number)
+        for layer, result in found.items():
+            if result.change is None:
+                continue
+            change = result.change.resized(
+                result.change.rank, self.adapters.scalings[layer], self._operator.absorbing(round_number)
+            )
+            # The factors of many clients side by side can take more bytes than the matrix, which is in single
+            # precision as the product of factors of 16 bits is.
+            dense = math.prod(change.shape) * working_dtype(change.B.dtype).itemsize
+            if len(names) == 2 and change.rank * sum(change.shape) * change.B.dtype.itemsize > dense:
+                announced[f"{layer}.change.{_PRODUCT}"] = change.in_working_dtype().product()
+            else:
+                announced |= {f"{layer}.change.{name}": getattr(change, name) for name in sorted(names)}
+        return announced
+
+    def apply(self, base: Base, announced: Mapping[str, Tensor]) -> None:
+        """Fold announced changes into the base weights, and draw the next round's factors if factors are drawn."""
+        keys = (*FACTORS, _PRODUCT)
+        changes = {
+            layer: {key: announced[name] for key in keys if (name := f"{layer}.change.{key}") in announced}
+            for layer in self.adapters.layers
+        }
+        if not any(changes.values()):
+            return
+        for layer, factors in changes.items():
+            adapter, scaling = self.adapters.layers[layer], self.adapters.scalings[layer]
+            if _PRODUCT in factors:
+                self._change(base, layer, factors[_PRODUCT])
+                continue
+            if len(factors) < 2:
+                # The other factor is the round's, which every side has drawn.
+                ((name, value),) = factors.items()
+                rank = value.shape[1 if name == "B" else 0]
+                drawn = adapter.pair(base.state["factors"], rank, scaling)
+                factors = {"B": drawn.B, "A": drawn.A, **factors}
+            self._change(base, layer, LowRankPair(factors["B"], factors["A"], scaling))
+        if self._operator.redraws:
+            self._draw(base, base.state["draw"] + 1)
+
+    def _change(self, base: Base, layer: str, change: LowRankPair | Tensor) -> None:
+        """Change a base weight; of a quantised one, what its layer adds to it."""
+        adapter = self.adapters.layers[layer]
+        if not adapter.quantised:
+            adapter.fold(change, partial(base.fold, layer))
+            return
+        beside = base.state.setdefault("beside", {})
+        beside[layer] = adapter.beside = adapter.added_beside(beside.get(layer, {}), change)
+
+    def _draw(self, base: Base, number: int) -> None:
+        """Draw the initial factors of the next round, the same on every side."""
+        drawn: dict[str, Tensor] = {}
+        parameters = dict(base.module.named_parameters())
+        for layer, adapter in self.adapters.layers.items():
+            like, scaling = parameters[adapter.parameters["B"]], self.adapters.scalings[layer]
+            pair = self._operator.fresh(
+                adapter.shape,
+                adapter.rank,
+                scaling=scaling,
+                round=number,
+                seed=derive_seed(derive_seed(base.seed, "adapters"), layer),
+                dtype=like.dtype,
+                device=like.device,
+            )
+            drawn |= adapter.tensors(pair, scaling, self._operator.absorbing(number))
+        base.state.update({"factors": drawn, "draw": number})

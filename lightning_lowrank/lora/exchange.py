@@ -1,0 +1,180 @@
+"""Which factors travel in which round of `FedLoRA`, and which values a client or the server has of the others.
+
+An operator may send other factors in one round than in the next. Then a client that sat rounds out lacks the changes of
+several, and the server counts the versions of each factor and those that each client has heard.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Collection, Mapping
+
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from torch import Tensor
+
+from lightning_lowrank.aggregation import DistanceRule
+from lightning_lowrank.federated.algorithm import detached
+from lightning_lowrank.federated.state import Base, ClientContext, ClientInfo, Server, State
+from lightning_lowrank.lora.adapters import FACTORS, Adapter, Name
+from lightning_lowrank.lora.inputs import BOTH
+from lightning_lowrank.lora.operator import Operator
+from lightning_lowrank.lora.pairs import LowRankPair
+from lightning_lowrank.lora.ranks import LayerRanks
+from lightning_lowrank.lora.robust import robust_weights
+
+_LONGEST_PERIOD = 256
+
+
+class FactorExchange:
+    """The factors that cross the wire.
+
+    Args:
+        operator: What says which factors are trained and sent in a round.
+        ranks: The clients' ranks.
+    """
+
+    def __init__(self, operator: Operator, ranks: LayerRanks) -> None:
+        self._operator, self._ranks = operator, ranks
+
+    @functools.cached_property
+    def alternates(self) -> bool:
+        """Whether rounds send different factors, so that a client may lack the changes of several rounds."""
+        first = self._operator.sent_down(0)
+        return any(self._operator.sent_down(number) != first for number in range(1, _LONGEST_PERIOD))
+
+    # On the server
+
+    def due(self, server: Server, client: int, level: float) -> set[str]:
+        """The factors that a client must be sent."""
+        if not self.alternates:
+            return set(self._operator.sent_down(server.round))
+        heard = server.state.get("heard", {}).get(client, {})
+        due = set()
+        for name, version in self._versions(server).items():
+            # A client may need more slots than it was sent when its level was lower.
+            last, slots = heard.get(name, (-1, 1.0))
+            if version > last or level > slots:
+                due.add(name)
+        return due
+
+    def parts(self, client: ClientInfo, tensors: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+        """The factors in a client's message, with their slots, and the other tensors.
+
+        Raises:
+            ValueError: If a factor is not finite.
+        """
+        adapters = self._ranks.adapters
+        factors: dict[str, Tensor] = {}
+        rest: dict[str, Tensor] = {}
+        for name, value in tensors.items():
+            is_factor = name in adapters.factors
+            if is_factor and not value.isfinite().all():
+                raise ValueError(
+                    f"client {client.id} sent {name} with numbers that are not finite in round {client.round}: its"
+                    " training diverged; lower the learning rate or clip gradients."
+                )
+            (factors if is_factor or name.removesuffix(".slots") in adapters.layers else rest)[name] = value
+        return factors, rest
+
+    def answered(self, server: Server, client: int, level: float) -> None:
+        """Count the factors that a client has been sent."""
+        if self.alternates:
+            versions = self._versions(server)
+            heard = server.state.setdefault("heard", {}).setdefault(client, {})
+            heard.update({name: (versions[name], level) for name in self.due(server, client, level)})
+
+    def forget(self, server: Server, client: int) -> None:
+        """Send a client all factors again."""
+        server.state.get("heard", {}).pop(client, None)
+
+    def changed(self, server: Server) -> None:
+        """Count the versions of the factors that a round has changed.
+
+        Raises:
+            MisconfigurationException: If the operator never sent these in its first rounds.
+        """
+        down = self._operator.sent_down(server.round)
+        if self.alternates:
+            changed = dict.fromkeys(down, server.round + 1)
+            server.state["versions"] = {**self._versions(server), **changed}
+        elif down != self._operator.sent_down(0):
+            raise MisconfigurationException(
+                f"{self._operator!r} sends {sorted(down)} after round {server.round}, and after each of the first"
+                f" {_LONGEST_PERIOD} rounds {sorted(self._operator.sent_down(0))}: let it change in one of those too."
+            )
+
+    def _versions(self, server: Server) -> dict[str, int]:
+        """The round before which each factor changed last; -1 if every side has it from the start."""
+        down = self._operator.sent_down(0)
+        first = {name: 0 if name in down else -1 for name in FACTORS}
+        return server.state.get("versions", first)
+
+    @staticmethod
+    def known_of(server: Server, client: int) -> dict[str, Tensor]:
+        """The global values, with the factors that the server holds for a client alone."""
+        return {**server.model, **server.state.get("pairs", {}).get(client, {})}
+
+    def arrived(self, server: Server, client: int, arrival: State) -> dict[str, LowRankPair]:
+        """A client's pairs by layer: what it sent, and otherwise what it started from."""
+        pairs = {}
+        started = self._ranks.started_from(
+            self.known_of(server, client), arrival["level"], self._operator.absorbing(server.round)
+        )
+        for layer, adapter in self._ranks.adapters.layers.items():
+            before = started[layer]
+            factors = {"B": before.B, "A": before.A}
+            slots = arrival["factors"].get(f"{layer}.slots")
+            for name in FACTORS:
+                parameter = adapter.parameters[name]
+                if parameter not in arrival["factors"]:
+                    continue
+                matrix = adapter.matrix(name, arrival["factors"][parameter])
+                if slots is None:
+                    factors[name] = matrix
+                else:
+                    factors[name].index_copy_(1 if name == "B" else 0, slots.long(), matrix)
+            pairs[layer] = LowRankPair(factors["B"], factors["A"], before.scaling)
+        return pairs
+
+    def weights(self, server: Server) -> dict[int, float]:
+        """The clients' weights: their own, or those of a robust rule, by their products."""
+        arrivals, rule = server.state["arrivals"], server.aggregator
+        if not isinstance(rule, DistanceRule):
+            return {client: arrival["weight"] for client, arrival in arrivals.items()}
+        # In the order in which the rule has been given the rest of their messages.
+        pairs = [self.arrived(server, client, arrival) for client, arrival in arrivals.items()]
+        levels, absorbing = [each["level"] for each in arrivals.values()], self._operator.absorbing(server.round)
+        starts = {each: self._ranks.started_from(server.model, each, absorbing) for each in dict.fromkeys(levels)}
+        return dict(zip(arrivals, robust_weights(rule, pairs, levels, starts), strict=True))
+
+    # On a client
+
+    def remember(self, base: Base, trained: Mapping[str, Tensor], kept: Collection[str]) -> None:
+        """Keep the initial values that clients are never sent: of factors, and of the parameters that they keep."""
+        down = BOTH if self._operator.redraws else self._operator.sent_down(0)
+        known = {parameter for parameter, (_, name) in self._ranks.adapters.factors.items() if name not in down}
+        base.state["initial"] = detached({name: trained[name] for name in known | {*kept}})
+
+    def received(self, client: ClientContext, came: Mapping[str, Tensor]) -> None:
+        """Keep the received factors, which later rounds may leave out."""
+        if self.alternates:
+            client.state.setdefault("received", {}).update(detached(came))
+
+    @staticmethod
+    def known_by(client: ClientContext) -> dict[str, Tensor]:
+        """A client's values before the message: initial or drawn ones, the last received, and its own."""
+        shared, own = client.base.state, client.state
+        drawn, received, personal = shared.get("factors", {}), own.get("received", {}), own.get("personal", {})
+        return {**shared["initial"], **drawn, **received, **personal}
+
+    def to_own(self, adapter: Adapter, name: Name, round_number: int) -> float:
+        """What a factor for the scaling of the full rank is multiplied with for the client's own."""
+        absorbing = self._operator.absorbing(round_number)
+        ratio = self._ranks.adapters.scalings[adapter.name] / adapter.scaling
+        return ratio ** (1 / len(absorbing)) if name in absorbing else 1.0
+
+    def from_own(self, adapter: Adapter, name: Name, round_number: int) -> float:
+        """What a factor for the client's own scaling is multiplied with for that of the full rank."""
+        absorbing = self._operator.absorbing(round_number)
+        ratio = adapter.scaling / self._ranks.adapters.scalings[adapter.name]
+        return ratio ** (1 / len(absorbing)) if name in absorbing else 1.0

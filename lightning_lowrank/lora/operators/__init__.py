@@ -1,0 +1,1 @@
+"""Aggregation-broadcast operators, by what they combine: factors, products, clusters of clients."""

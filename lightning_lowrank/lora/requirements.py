@@ -1,0 +1,73 @@
+"""What `FedLoRA` and an operator need of a module: adapters of which the trained ones can learn."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from torch import Tensor, nn
+
+from lightning_lowrank.internals.torch import sharing_memory
+from lightning_lowrank.lora.adapters import FACTORS, Adapters, find_adapters
+from lightning_lowrank.lora.operator import Operator
+
+
+def adapters_of(module: nn.Module, adapter: str | None, operator: Operator) -> Adapters:
+    """A module's adapters.
+
+    Raises:
+        MisconfigurationException: If there are none, or the operator does not suit them.
+    """
+    try:
+        found = Adapters(find_adapters(module, adapter))
+    except ValueError as error:
+        raise MisconfigurationException(f"FedLoRA: {error}") from error
+    if not found.layers:
+        raise MisconfigurationException(
+            "FedLoRA trains LoRA adapters, and the module has none: put LowRank(MatrixProduct(), rank=8,"
+            " init='lora') before FederatedLoop in `callbacks`, or wrap its model with PEFT."
+        )
+    trained = {name: value for name, value in module.named_parameters() if value.requires_grad}
+    frozen = sorted(found.factors.keys() - trained.keys())
+    if frozen:
+        raise MisconfigurationException(
+            f"FedLoRA: {frozen[0]} does not require a gradient: leave both factors trainable; the operator chooses"
+            " which are trained."
+        )
+    _check_memory(found, trained, operator)
+    _check_layers(found, trained, operator)
+    return found
+
+
+def _check_memory(found: Adapters, trained: Mapping[str, Tensor], operator: Operator) -> None:
+    shared = sharing_memory((name, trained[name]) for name in found.factors)
+    ways = (operator.trained, operator.sent_up, operator.sent_down)
+    if shared and any(len(way(number)) < 2 for way in ways for number in (0, 1)):
+        one, other = shared[0]
+        raise MisconfigurationException(
+            f"{operator!r} does not treat A and B alike, and {one} and {other} lie in the same memory, the one an A"
+            " and the other a B: use ProductSum() or SumProduct(), or leave one of the layers out."
+        )
+
+
+def _check_layers(found: Adapters, trained: Mapping[str, Tensor], operator: Operator) -> None:
+    for adapter in found.layers.values():
+        if adapter.rank > min(adapter.shape):
+            raise MisconfigurationException(
+                f"FedLoRA: the adapter of layer {adapter.name!r} has rank {adapter.rank}, above the smaller side of"
+                f" its {adapter.shape[0]}×{adapter.shape[1]} weight: train the layer whole, with PEFT's"
+                " modules_to_save, leave it out (exclude_modules), or give it a rank of its own (rank_pattern)."
+            )
+        if operator.changes_base and adapter.unfoldable:
+            raise MisconfigurationException(
+                f"{operator!r} changes base weights, and layer {adapter.name!r} cannot take such a change:"
+                f" {adapter.unfoldable}. Leave the layer out, or use an operator such as SumProduct()."
+            )
+        for name in FACTORS:
+            still = name not in operator.trained(0) and not operator.redraws
+            if still and not trained[adapter.parameters[name]].any():
+                raise MisconfigurationException(
+                    f"{operator!r} trains only one factor in the first round, and the other one of layer"
+                    f" {adapter.name!r}, {name}, is zero, so that nothing would change: LowRank(init='lora')"
+                    " starts B at zero and A at random."
+                )
