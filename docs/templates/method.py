@@ -1,20 +1,33 @@
 """FedCM: a client steps along its own gradient and the direction in which all clients moved last (template).
 
 A method is one file in ``lightning_lowrank/algorithms``: the idea in a line, the class with paper and formula, and the
-hooks of `Algorithm` in which it differs from federated averaging, in the order of a round. Its two halves meet only in
-messages.
+hooks of `Algorithm` in which it differs from federated averaging, in the order of a round. All nine are here; delete
+those that stay as they are. The server's half and the client's half meet only in messages.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import torch
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
-from lightning_lowrank.federated import Algorithm, Base, ClientContext, ClientInfo, LocalStep, Message, Server
-from lightning_lowrank.federated.state import copy_into
+from lightning_lowrank.federated import (
+    Algorithm,
+    Base,
+    Claims,
+    ClientContext,
+    ClientInfo,
+    LocalStep,
+    Message,
+    Server,
+    copy_into,
+    zeros_like,
+)
 
 # No tensor of a module has a name of this form.
-_PREFIX, _RATES = "fedcm.direction.", "fedcm.rates"
+_DIRECTION, _RATES = "fedcm.direction.", "fedcm.rates"
 
 
 class FedCM(Algorithm):
@@ -31,16 +44,15 @@ class FedCM(Algorithm):
         MisconfigurationException: If ``alpha`` is out of range, or the module has several optimizers or groups.
     """
 
-    exact = frozenset({_RATES})  # Channels leave it as it is.
+    # What the loop must know of the method: here that no codec may change the sum of rates.
+    claims = Claims(exact=frozenset({_RATES}), needs_only_mean=True)
 
     def __init__(self, alpha: float = 0.5) -> None:
         if not 0 < alpha <= 1:
             raise MisconfigurationException(f"alpha must be above 0 and at most 1, got {alpha}")
         self.alpha = alpha
 
-    # Every side
-
-    def setup_optimizers(self, base: Base) -> None:
+    def setup(self, base: Base) -> None:
         groups = [group for optimizer in base.optimizers for group in optimizer.param_groups]
         if len(groups) != 1:
             raise MisconfigurationException(
@@ -50,29 +62,35 @@ class FedCM(Algorithm):
 
     # The server's half: what it keeps is in server.state, which checkpoints hold.
 
+    def begin_round(self, server: Server) -> None:
+        server.state.setdefault("direction", zeros_like(server.parameters()))
+
     def broadcast(self, server: Server, client: ClientInfo) -> Message:
-        zeros = {name: torch.zeros_like(value) for name, value in server.parameters().items()}
-        direction = server.state.get("direction", zeros)
-        return Message({**server.sent_down(), **{_PREFIX + name: value for name, value in direction.items()}})
+        direction = {_DIRECTION + name: value for name, value in server.state["direction"].items()}
+        return Message({**server.sent_down(), **direction})
+
+    def receive(self, server: Server, client: ClientInfo, message: Message, weight: float) -> None:
+        # As in federated averaging. Without this hook `needs_only_mean` needs no claim.
+        server.aggregator.add(message.tensors, weight)
 
     def aggregate(self, server: Server) -> None:
         mean = server.aggregated()
         rates, start = mean.pop(_RATES), server.parameters()
+        # At a learning rate of 0, as in a warm-up, nothing has moved.
         if rates > 0:
             server.state["direction"] = {name: (start[name] - mean[name]) / rates for name in start}
         server.take(mean)
 
-    # `begin_round` and `receive` are the other two hooks of this half in a round; FedCM leaves them as they are.
-
     # The client's half: it reads its context and the message, and keeps what lasts in client.state.
 
     def begin(self, client: ClientContext, message: Message) -> None:
-        received = dict(message.tensors)
-        direction = {name: received.pop(_PREFIX + name) for name in client.base.parameters(client.model)}
-        copy_into(client.model, received)
+        model, direction = message.split(_DIRECTION)
+        copy_into(client.model, model)
         client.round_state.update(direction=direction, rates=torch.zeros((), device=client.base.device))
 
-    # `loss` is next in a step, and would return another objective. FedCM trains on the module's own loss.
+    def loss(self, step: LocalStep, batch: Any, training_step: Callable[[], Any]) -> Any:
+        # As in federated averaging; `objective.add_to_loss(training_step(), term)` adds a term.
+        return training_step()
 
     @torch.no_grad()
     def before_step(self, step: LocalStep) -> None:
@@ -82,8 +100,6 @@ class FedCM(Algorithm):
             # A parameter that the loss does not depend on has the gradient 0.
             value.grad = momentum if value.grad is None else value.grad.mul_(self.alpha).add_(momentum)
         step.round_state["rates"] += step.base.optimizers[0].param_groups[0]["lr"]
-
-    # `local_update`, around the optimizer's step, is the last hook of a step.
 
     def end(self, client: ClientContext) -> Message:
         return Message({**super().end(client).tensors, _RATES: client.round_state["rates"]})

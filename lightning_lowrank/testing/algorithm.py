@@ -87,8 +87,9 @@ def check_algorithm(
       but the clients' encoded messages. Both decode what the simulation gave them.
     - ``"bytes"``: the ledger has the lengths of the encodings, `inspect_run` knows them before the run, and they are
       those of federated averaging, if the method claims so.
-    - ``"resume"``: a run that is resumed inside a round or between two clients ends with the same weights and ledger,
-      bit for bit, in both executions.
+    - ``"resume"``: a run that is resumed inside a round or between two clients, with another object of the method, ends
+      with the same weights and ledger, bit for bit, in both executions. So nothing in the method's attributes must
+      survive a checkpoint.
     - ``"vectorized"``: clients that step together end where single ones do, to rounding in float64, or are refused.
     - ``"precision"``: it runs with bfloat16 and batch normalization, and the global model has the clients' statistics,
       if the method claims so.
@@ -282,9 +283,8 @@ class _Check:
     def _resumes(self, whole: Outcome, files: Mapping[int, Path], execution: str) -> None:
         for batches, file in files.items():
             again = self.run(execution=execution, checkpoint=file)
-            _require_same(
-                again, whole, f"resumed after {batches} batches with execution={execution!r}, it ends with other"
-            )
+            when = f"resumed after {batches} batches with execution={execution!r} and another object of the method"
+            _require_same(again, whole, f"{when}, it ends with other")
 
     def steps_together(self) -> None:
         if not self.claims.vectorizes:

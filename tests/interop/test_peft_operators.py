@@ -7,7 +7,6 @@ import pytest
 import safetensors.torch
 import torch
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
-from tests.lora.test_fedlora_peft import CLIENTS, Labelling, bert, convolutions, data, gpt
 from torch import nn
 from torch.utils.data import DataLoader
 
@@ -30,6 +29,7 @@ from lightning_lowrank.lora import Operator
 from tests.grids import each_of, nightly_except, pairwise
 from tests.helpers import fit, trainer
 from tests.interop.helpers import config_of, peft, perturbed
+from tests.lora.test_fedlora_peft import CLIENTS, Labelling, bert, convolutions, data, gpt
 
 # Also those that come later.
 OPERATORS = sorted(
