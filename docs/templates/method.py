@@ -13,18 +13,8 @@ from typing import Any
 import torch
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
-from lightning_lowrank.federated import (
-    Algorithm,
-    Base,
-    Claims,
-    ClientContext,
-    ClientInfo,
-    LocalStep,
-    Message,
-    Server,
-    copy_into,
-    zeros_like,
-)
+from lightning_lowrank.federated import Algorithm, Base, Claims, ClientContext, ClientInfo, LocalStep, Message, Server
+from lightning_lowrank.federated.algorithm import zeros_like
 
 # No tensor of a module has a name of this form.
 _DIRECTION, _RATES = "fedcm.direction.", "fedcm.rates"
@@ -85,7 +75,7 @@ class FedCM(Algorithm):
 
     def begin(self, client: ClientContext, message: Message) -> None:
         model, direction = message.split(_DIRECTION)
-        copy_into(client.model, model)
+        super().begin(client, Message(model))
         client.round_state.update(direction=direction, rates=torch.zeros((), device=client.base.device))
 
     def loss(self, step: LocalStep, batch: Any, training_step: Callable[[], Any]) -> Any:
