@@ -1,8 +1,7 @@
 """FedCM: a client steps along its own gradient and the direction in which all clients moved last (template).
 
 A method is one file in ``lightning_lowrank/algorithms``: the idea in a line, the class with paper and formula, and the
-hooks of `Algorithm` in which it differs from federated averaging, in the order of a round. All nine are here; delete
-those that stay as they are. The server's half and the client's half meet only in messages.
+hooks of `Algorithm` in which it differs from federated averaging. All nine are here, in order; delete the others.
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from lightning_lowrank.federated import Algorithm, Base, Claims, ClientContext, ClientInfo, LocalStep, Message, Server
 from lightning_lowrank.federated.algorithm import zeros_like
 
-# No tensor of a module has a name of this form.
+# No tensor of a module has such a name.
 _DIRECTION, _RATES = "fedcm.direction.", "fedcm.rates"
 
 
