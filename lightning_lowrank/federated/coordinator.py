@@ -31,7 +31,6 @@ from lightning_lowrank.federated.state import (
     ClientContext,
     ClientInfo,
     State,
-    copied_state,
     copy_into,
     trained_tensors,
 )
@@ -275,16 +274,13 @@ class Coordinator(Exchange):
 
         That holds for what is replaced: tensors that were changed in place, and announcements, stay.
         """
-        server, answered = self.server, list(self.answers.answered)
-        model, state, base, aggregator = dict(server.model), server.state, server.base.state, server.aggregator
-        kept, kept_base = copied_state(state), copied_state(base)
-        undo_stages = [stage.checkpoint() for stage in self.stages]
+        answered = list(self.answers.answered)
+        undo_parts = [self.server.checkpoint(), *(stage.checkpoint() for stage in self.stages)]
 
         def undo() -> None:
-            server.model, server.aggregator, self.answers.answered = model, aggregator, answered
-            server.state, server.base.state = kept, kept_base
-            for undo_stage in undo_stages:
-                undo_stage()
+            self.answers.answered = answered
+            for undo_part in undo_parts:
+                undo_part()
 
         return undo
 
@@ -364,17 +360,10 @@ class Coordinator(Exchange):
         server, states = self.server, dict(self.states.items())
         return {
             **super().state_dict(),
-            "round": server.round,
-            "cohort": list(server.cohort),
-            "state": server.state,
+            **server.state_dict(),
             "trained": list(self._trained or ()),
             # Not every way to write a checkpoint keeps which tensors are one.
             "aliases": aliases(server.base.module),
-            "announcement": server.announcement,
-            "encoded": torch.frombuffer(bytearray(server.encoded), dtype=torch.uint8) if server.encoded else None,
-            "aggregator": server.aggregator.state_dict(),
-            "initial_buffers": server.base.initial_buffers,
-            "base": server.base.state,
             "stages": _states(self.stages),
             # Of others, a client's own tensors make its model. Some clients' tensors the server alone keeps.
             "unlike": [
@@ -387,21 +376,11 @@ class Coordinator(Exchange):
     @override
     def load_state_dict(self, state: Mapping[str, Any], to_device: Callable[[Any], Any]) -> None:
         super().load_state_dict(state, to_device)
-        server = self.server
-        server.round, server.cohort = state["round"], tuple(state["cohort"])
-        # The module's own state holds it.
-        server.model = {}
-        server.state = to_device(state["state"])
-        for name, parameter in server.base.module.named_parameters():
+        self.server.load_state_dict(state, to_device)
+        for name, parameter in self.server.base.module.named_parameters():
             # Callbacks that thaw parameters in an epoch do not thaw them again in a run that is resumed later.
             if name in state["trained"]:
                 parameter.requires_grad_(True)
-        server.announcement = to_device(state["announcement"])
-        encoded = state.get("encoded")
-        server.encoded = b"" if encoded is None else encoded.cpu().numpy().tobytes()
-        server.aggregator.load_state_dict(state["aggregator"], server.base.device)
-        server.base.initial_buffers = to_device(state["initial_buffers"])
-        server.base.state = to_device(state["base"])
         for stage in self.stages:
             # An older checkpoint, or a changed list of stages, has none of it.
             if stage.state_key in state["stages"]:

@@ -232,6 +232,43 @@ class Server:
                 lost[name] = exact - value.float()
             self.model[name] = value.to(dtype)
 
+    def checkpoint(self) -> Callable[[], None]:
+        """A function that puts back what is replaced from now on; announcements and changes in place stay."""
+        model, aggregator = dict(self.model), self.aggregator
+        state, base_state = copied_state(self.state), copied_state(self.base.state)
+
+        def undo() -> None:
+            self.model, self.aggregator = model, aggregator
+            self.state, self.base.state = state, base_state
+
+        return undo
+
+    def state_dict(self) -> dict[str, Any]:
+        """What a resumed run needs beside the global model, as tensors and plain Python."""
+        return {
+            "round": self.round,
+            "cohort": list(self.cohort),
+            "state": self.state,
+            "announcement": self.announcement,
+            "encoded": torch.frombuffer(bytearray(self.encoded), dtype=torch.uint8) if self.encoded else None,
+            "aggregator": self.aggregator.state_dict(),
+            "initial_buffers": self.base.initial_buffers,
+            "base": self.base.state,
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any], to_device: Callable[[Any], Any]) -> None:
+        """Continue from the result of `state_dict`."""
+        self.round, self.cohort = state["round"], tuple(state["cohort"])
+        # The module's own state dict has it.
+        self.model = {}
+        self.state = to_device(state["state"])
+        self.announcement = to_device(state["announcement"])
+        encoded = state.get("encoded")
+        self.encoded = b"" if encoded is None else encoded.cpu().numpy().tobytes()
+        self.aggregator.load_state_dict(state["aggregator"], self.base.device)
+        self.base.initial_buffers = to_device(state["initial_buffers"])
+        self.base.state = to_device(state["base"])
+
 
 @torch.no_grad()
 def changed(live: Mapping[str, Tensor], shown: Mapping[str, Tensor]) -> set[str]:
