@@ -61,7 +61,7 @@ if TYPE_CHECKING:
     from lightning_lowrank.callbacks.round_progress import RoundProgress
     from lightning_lowrank.callbacks.static_batch_norm import StaticBatchNorm
     from lightning_lowrank.callbacks.trained_checkpoints import TrainedCheckpoints
-    from lightning_lowrank.compression import Half, Quantize, RandomK, Sign, TopK
+    from lightning_lowrank.compression import Half, LowRankCodec, Quantize, RandomK, Sign, TopK
     from lightning_lowrank.federated import (
         ALIE,
         IID,
@@ -216,6 +216,7 @@ __all__ = [
     "LocalTraining",
     "LogNormal",
     "LowRank",
+    "LowRankCodec",
     "MaskAbsentClasses",
     "MatrixProduct",
     "Message",

@@ -5,6 +5,7 @@ from lightning_lowrank.compression.chain import Chain
 from lightning_lowrank.compression.channel import Channel, Packet
 from lightning_lowrank.compression.dense import Dense
 from lightning_lowrank.compression.half import Half
+from lightning_lowrank.compression.low_rank import LowRankCodec
 from lightning_lowrank.compression.quantize import Quantize
 from lightning_lowrank.compression.sign import Sign
 from lightning_lowrank.compression.sparse import Mask, RandomK, TopK
@@ -19,6 +20,7 @@ __all__ = [
     "Dense",
     "FloatingCodec",
     "Half",
+    "LowRankCodec",
     "Mask",
     "Packet",
     "Quantize",

@@ -6,7 +6,7 @@ import copy
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from numbers import Integral
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 import torch
 from torch import Tensor
@@ -28,6 +28,9 @@ from lightning_lowrank.compression.wire import (
 
 Codes = TypeVar("Codes")
 
+Memory = Mapping[str, Any]
+"""What a sender keeps of a codec's work for its next message: tensors by name, in dictionaries."""
+
 
 class Codec(Configured, ABC):
     """How named tensors become bytes, and what of them arrives on the other side.
@@ -40,11 +43,13 @@ class Codec(Configured, ABC):
         unbiased: Whether the expectation of what arrives, over seeds, is what was sent. Default False.
         error_feedback: Whether a `Channel` that starts with this codec keeps what the codec loses and adds it to the
             next message. The codec by itself ignores it. Default False.
-        sparse: Whether numbers that are not sent arrive as zeros. Default False.
+        sparse: Whether the numbers or directions that are not sent arrive as zeros. Default False.
         additive: Whether what arrives of a sum is the sum of what arrives. So it is where each number arrives as it is,
             or as zero by a choice that both sides know. Default False.
         expands: Why the loss may be larger than what is sent, so that error feedback would diverge, and what to use
             instead. Default: empty, for it is not.
+        adaptive: Whether the length of the encoding depends on the numbers. `nbytes` of meta tensors is then about the
+            largest, and at least half of any. Default False.
     """
 
     unbiased: bool = False
@@ -52,6 +57,7 @@ class Codec(Configured, ABC):
     sparse: bool = False
     additive: bool = False
     expands: str = ""
+    adaptive: bool = False
 
     @abstractmethod
     def encode(self, tensors: Mapping[str, Tensor]) -> bytes:
@@ -73,7 +79,7 @@ class Codec(Configured, ABC):
     def nbytes(self, tensors: Mapping[str, Tensor]) -> int:
         """Return the length in bytes of ``encode(tensors)``.
 
-        It follows from names, types and shapes, so that meta tensors will do.
+        It follows from names, types and shapes, so that meta tensors will do, unless the codec is `adaptive`.
         """
         zeros = {name: torch.zeros(tensor.shape, dtype=tensor.dtype) for name, tensor in tensors.items()}
         return len(self.encode(zeros))
@@ -85,6 +91,17 @@ class Codec(Configured, ABC):
         """
         decoded = self.decode(self.encode(tensors))
         return {name: decoded[name].to(tensor.device) for name, tensor in tensors.items()}
+
+    def transmit_and_keep(self, tensors: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], Memory]:
+        """Return the result of `transmit`, and the memory that the sender's next message is `started` from."""
+        return self.transmit(tensors), {}
+
+    def started(self, memory: Memory) -> Self:
+        """Return a copy that encodes a message after the one that left ``memory``; the codec itself if it keeps none.
+
+        A decoder needs no memory. A codec that is not started from one encodes a sender's first message.
+        """
+        return self
 
     def seeded(self, seed: int) -> Self:
         """Return a copy that draws its random numbers from ``seed``; the codec itself if it draws none.
@@ -181,6 +198,10 @@ class FloatingCodec(Codec, Generic[Codes]):
         """
         return None  # type: ignore[return-value]  # a codec without codes
 
+    def kept(self, codes: Codes) -> Memory:
+        """Return the memory that the sender's next message is `started` from."""
+        return {}
+
     @override
     def encode(self, tensors: Mapping[str, Tensor]) -> bytes:
         layout = Layout.of(tensors)
@@ -209,15 +230,23 @@ class FloatingCodec(Codec, Generic[Codes]):
 
     @override
     def nbytes(self, tensors: Mapping[str, Tensor]) -> int:
-        layout = Layout.of(tensors)
-        lengths = {self.values_part: entry_bytes(self.entries(layout)), **self.lengths(layout)}
+        layout, parts = Layout.of(tensors), None
+        if self.adaptive and not any(tensor.is_meta for tensor in tensors.values()):
+            parts = self.pack(self.compress(_floating(tensors, layout), layout)[1], layout)
+        lengths = {self.values_part: entry_bytes(self.entries(layout, parts)), **self.lengths(layout, parts)}
         return encoded_length(layout, {"exact": entry_bytes(layout.exact), **lengths})
 
     @override
     def transmit(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        return self.transmit_and_keep(tensors)[0]
+
+    @override
+    def transmit_and_keep(self, tensors: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], Memory]:
         layout = Layout.of(tensors)
-        received = self.restore(*self.compress(_floating(tensors, layout), layout), layout)
-        return {name: received.get(name, tensor.detach()).to(tensor.device) for name, tensor in tensors.items()}
+        values, codes = self.compress(_floating(tensors, layout), layout)
+        received = self.restore(values, codes, layout)
+        arrived = {name: received.get(name, tensor.detach()).to(tensor.device) for name, tensor in tensors.items()}
+        return arrived, self.kept(codes)
 
     def check_lengths(self, parts: Mapping[str, Tensor], lengths: Mapping[str, int]) -> None:
         """Raise a `DecodingError` for a received part that does not have the length it needs."""

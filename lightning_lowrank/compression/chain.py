@@ -9,7 +9,7 @@ from typing import Any
 from torch import Tensor
 from typing_extensions import Self
 
-from lightning_lowrank.compression.base import Codec, FloatingCodec, check_feedback
+from lightning_lowrank.compression.base import Codec, FloatingCodec, Memory, check_feedback
 from lightning_lowrank.compression.dense import Dense
 from lightning_lowrank.compression.split import Split
 from lightning_lowrank.compression.wire import Entry, Layout
@@ -19,9 +19,10 @@ from lightning_lowrank.seeding import derive_seed
 class Chain(FloatingCodec[list[tuple[Layout, Any]]]):
     """Pass the floating-point values that each codec leaves through the next one.
 
-    The values are a sparse codec's numbers, the scales of `Sign` and `Quantize`, and the rounded tensors of `Half`. The
-    last codec's values are sent, and the codes of all: positions, masks, signs and levels. A chain of one codec
-    writes that codec's bytes. The chain is unbiased if all its codecs are, and sparse if one is.
+    The values are a sparse codec's numbers, the vectors of `LowRankCodec`, the scales of `Sign` and `Quantize`, and the
+    rounded tensors of `Half`. The last codec's values are sent, and the codes of all: positions, masks, signs and
+    levels. A chain of one codec writes that codec's bytes. The chain is unbiased if all its codecs are, and sparse if
+    one is.
 
     Args:
         codecs: The codecs, the first one first. Only the first may have error feedback.
@@ -62,6 +63,7 @@ class Chain(FloatingCodec[list[tuple[Layout, Any]]]):
         self.unbiased = all(codec.unbiased for codec in self.codecs)
         self.sparse = any(codec.sparse for codec in self.codecs)
         self.additive = all(codec.additive for codec in self.codecs)
+        self.adaptive = any(codec.adaptive for codec in self.codecs)
         self.expands = next((codec.expands for codec in self.codecs if codec.expands), "")
         check_feedback(self)
         self.values_part = _part(len(self.codecs) - 1, self.codecs[-1].values_part)
@@ -74,6 +76,17 @@ class Chain(FloatingCodec[list[tuple[Layout, Any]]]):
             for place, codec in enumerate(self.codecs)
         ]
         return other
+
+    def started(self, memory: Memory) -> Self:
+        other = copy.copy(self)
+        other.codecs = [codec.started(memory.get(str(place), {})) for place, codec in enumerate(self.codecs)]
+        return other
+
+    def kept(self, codes: list[tuple[Layout, Any]]) -> Memory:
+        kept = {
+            str(place): codec.kept(own) for place, (codec, (_, own)) in enumerate(zip(self.codecs, codes, strict=True))
+        }
+        return {place: memory for place, memory in kept.items() if memory}
 
     def entries(self, layout: Layout, parts: Mapping[str, Tensor] | None = None) -> dict[str, Entry]:
         *_, (codec, layout, own) = self._stages(layout, parts)
@@ -122,9 +135,8 @@ class Chain(FloatingCodec[list[tuple[Layout, Any]]]):
         for place, codec in enumerate(self.codecs):
             own = None
             if parts is not None:
-                lengths = codec.lengths(layout)
-                own = {name: parts[_part(place, name)] for name in lengths}
-                codec.check_lengths(own, lengths)
+                own = {name: parts[_part(place, name)] for name in codec.lengths(layout)}
+                codec.check_lengths(own, codec.lengths(layout, own))
             yield codec, layout, own
             layout = Layout.grouped(codec.entries(layout, own))
 

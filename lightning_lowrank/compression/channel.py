@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from lightning_lowrank.compression.base import Codec, check_feedback
+from lightning_lowrank.compression.base import Codec, Memory, check_feedback
 from lightning_lowrank.compression.chain import Chain, chained
 from lightning_lowrank.compression.dense import Dense
 from lightning_lowrank.compression.split import Split
@@ -27,16 +28,22 @@ class Packet:
         codec: Their codec.
         received: What the other side holds afterwards, on the tensors' own devices.
         residual: Added to the next message; empty without error feedback.
+        memory: What the sender's codecs start the next message from; empty for most.
+        length: Length in bytes of the encoding; ``None``: that of the encoding of ``tensors``.
     """
 
     tensors: Mapping[str, Tensor]
     codec: Codec
     received: dict[str, Tensor]
     residual: dict[str, Tensor]
+    memory: Memory = field(default_factory=dict)
+    length: int | None = None
 
-    @property
+    @cached_property
     def nbytes(self) -> int:
         """Length in bytes of what `encode` returns."""
+        if self.length is not None:
+            return self.length
         return self.codec.nbytes(self.tensors) if self.tensors else 0
 
     def encode(self) -> bytes:
@@ -58,7 +65,7 @@ class Channel:
     zero.
 
     A channel without codecs sends everything exactly, and takes no differences. A channel has no state: the
-    sender keeps the residual.
+    sender keeps the residual, and what a codec such as `LowRankCodec` starts its next message from.
 
     Args:
         codecs: The codecs, the first one first: none, any single one, or several that can form a `Chain`. Only the
@@ -107,6 +114,7 @@ class Channel:
         exact: Collection[str] = (),
         seed: int,
         residual: Mapping[str, Tensor] | None = None,
+        memory: Memory | None = None,
         own: Codec | None = None,
     ) -> Packet:
         """Return a message as it is sent, what of it arrives, and the new residual.
@@ -120,6 +128,7 @@ class Channel:
             seed: Seed of the channel's codecs; use a different one for each message.
             residual: The residual of the sender's last message; ``None`` before the first. A tensor whose shape has
                 changed since then starts at zero. Tensors that this message does not have stay in the residual.
+            memory: The memory of the sender's last packet; ``None`` before the first.
             own: The message's own codec. It is applied first, unchanged, then the channel's codecs to the values that
                 it leaves; no differences are taken. Default: none.
 
@@ -135,6 +144,8 @@ class Channel:
         codec = self._message_codec(exact, own, seed)
         if self._codec is None or own is not None:
             return Packet(tensors, codec, codec.transmit(tensors) if tensors else {}, {})
+        if memory:
+            codec = codec.started(memory)
         sent = {name: tensor.detach() for name, tensor in tensors.items()}
         references = {name: reference[name] for name in _differing(sent, reference or {}, exact)} if reference else {}
         wanted: dict[str, Tensor] = {}
@@ -150,15 +161,15 @@ class Channel:
                 wanted[name] = wide + lost.to(wide) if lost is not None and lost.shape == wide.shape else wide
                 wide = wanted[name]
             sent[name] = wide.to(tensor.dtype)
-        arrived = codec.transmit(sent) if sent else {}
+        arrived, kept = codec.transmit_and_keep(sent) if sent else ({}, memory or {})
         received = {name: _added(tensor, references.get(name)) for name, tensor in arrived.items()}
         if not self.error_feedback:
-            return Packet(sent, codec, received, {})
+            return Packet(sent, codec, received, {}, kept)
         lost_now = {
             name: (wide - arrived[name].to(wide)).nan_to_num_(nan=0.0, posinf=0.0, neginf=0.0)
             for name, wide in wanted.items()
         }
-        return Packet(sent, codec, received, {**(residual or {}), **lost_now})
+        return Packet(sent, codec, received, {**(residual or {}), **lost_now}, kept)
 
     @torch.no_grad()
     def receive(

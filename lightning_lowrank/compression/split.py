@@ -8,7 +8,7 @@ from collections.abc import Collection, Mapping
 from torch import Tensor
 from typing_extensions import Self, override
 
-from lightning_lowrank.compression.base import Codec, check_feedback
+from lightning_lowrank.compression.base import Codec, Memory, check_feedback
 from lightning_lowrank.compression.wire import DecodingError, Schema
 from lightning_lowrank.seeding import derive_seed
 
@@ -49,6 +49,7 @@ class Split(Codec):
         self.error_feedback = chosen.error_feedback or others.error_feedback
         self.sparse = chosen.sparse or others.sparse
         self.additive = chosen.additive and others.additive
+        self.adaptive = chosen.adaptive or others.adaptive
         self.expands = chosen.expands or others.expands
         check_feedback(self)
 
@@ -56,6 +57,12 @@ class Split(Codec):
         """Return a copy whose codecs have their own seeds; that of all other tensors has ``seed`` itself."""
         other = copy.copy(self)
         other.chosen, other.others = self.chosen.seeded(derive_seed(seed, "chosen")), self.others.seeded(seed)
+        return other
+
+    def started(self, memory: Memory) -> Self:
+        other = copy.copy(self)
+        other.chosen = self.chosen.started(memory.get("chosen", {}))
+        other.others = self.others.started(memory.get("others", {}))
         return other
 
     def _split(self, tensors: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
@@ -90,6 +97,14 @@ class Split(Codec):
 
     @override
     def transmit(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        return self.transmit_and_keep(tensors)[0]
+
+    @override
+    def transmit_and_keep(self, tensors: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], Memory]:
         chosen, others = self._split(tensors)
-        received = {**self.chosen.transmit(chosen), **self.others.transmit(others)}
-        return {name: received[name] for name in tensors}
+        (first, kept), (second, also_kept) = (
+            self.chosen.transmit_and_keep(chosen),
+            self.others.transmit_and_keep(others),
+        )
+        received, memory = {**first, **second}, {"chosen": kept, "others": also_kept}
+        return {name: received[name] for name in tensors}, {part: each for part, each in memory.items() if each}

@@ -54,7 +54,7 @@ class Broadcasts:
         self.end_round()
         if self._wire.shares_copy:
             self._for_all = self._encoded(self.message(self.any_client), self.any_client)
-            self._wire.keep_copy(self._server.base, self._for_all.received)
+            self._wire.keep_copy(self._server.base, self._for_all.received, self._for_all)
 
     def end_round(self) -> None:
         """Let go of the round's packets."""

@@ -26,6 +26,8 @@ _LENGTH = struct.Struct("<Q")
 _COPY = "wire.copy"
 _RESIDUAL = "wire.residual"
 _LAST = "wire.last"
+_MEMORY = "wire.memory"
+_BYTES = "wire.bytes"
 _LATE = 10**6
 """A round that comes after all beginnings of a method."""
 
@@ -45,7 +47,8 @@ class SplitPacket(Packet):
     @classmethod
     def of(cls, packet: Packet, announced: Mapping[str, Tensor], encoded: bytes) -> SplitPacket:
         """The packet of a client's own part and an announcement that has been encoded."""
-        return cls(packet.tensors, packet.codec, {**packet.received, **announced}, packet.residual, encoded)
+        received = {**packet.received, **announced}
+        return cls(packet.tensors, packet.codec, received, packet.residual, announced=encoded)
 
     @property
     def nbytes(self) -> int:
@@ -172,7 +175,14 @@ class Wire:
             return self._send(self.downlink, message, seed=0)
         # If all share one copy, one message goes to all.
         seed = derive_seed(client.seed, "downlink", client.round, *(() if self.shares_copy else (client.id,)))
-        return self._send(self.downlink, message, reference=base.state.get(_COPY), exact=self._exact(base), seed=seed)
+        return self._send(
+            self.downlink,
+            message,
+            reference=base.state.get(_COPY),
+            exact=self._exact(base),
+            seed=seed,
+            memory=base.state.get(_MEMORY),
+        )
 
     def _send(self, channel: Channel, message: Message, **arguments: Any) -> Packet:
         try:
@@ -183,14 +193,25 @@ class Wire:
                 f"{type(self._algorithm).__name__} and {way}={list(channel.codecs)} do not go together: {error}"
             ) from error
 
-    def keep_copy(self, base: Base, received: Mapping[str, Tensor]) -> None:
-        """Keep a broadcast as it was received, if clients share a copy. Called once for each copy of the base."""
-        if self.shares_copy:
-            base.state[_COPY] = detached(received)
+    def keep_copy(self, base: Base, received: Mapping[str, Tensor], sent: Packet | None = None) -> None:
+        """Keep a broadcast as it was received, if clients share a copy. Called once for each copy of the base.
+
+        Args:
+            base: The copy of the base.
+            received: The broadcast.
+            sent: On the server, its packet.
+        """
+        if not self.shares_copy:
+            return
+        base.state[_COPY] = detached(received)
+        if sent is not None and sent.memory:
+            base.state[_MEMORY] = sent.memory
+        if sent is not None and sent.codec.adaptive:
+            base.state[_BYTES] = sent.nbytes
 
     def with_copy(self, base: Base, packet: Packet) -> Packet:
         """The round's broadcast with the values that `keep_copy` kept, whatever ``packet`` has now."""
-        return replace(packet, received=base.state[_COPY])
+        return replace(packet, received=base.state[_COPY], length=base.state.get(_BYTES))
 
     def rebased(
         self, base: Base, tensors: Mapping[str, Tensor], received: Mapping[str, Tensor], own: Mapping[str, Tensor]
@@ -237,7 +258,10 @@ class Wire:
             exact=self._exact(client.base),
             seed=derive_seed(client.seed, "uplink", client.round, client.id),
             residual=residual,
+            memory=client.state.get(_MEMORY),
         )
+        if packet.memory:
+            client.state[_MEMORY] = packet.memory
         if self.uplink.error_feedback:
             client.state.update({_RESIDUAL: packet.residual, _LAST: client.round})
             self._warn_of_no_effect(packet.residual or {})
