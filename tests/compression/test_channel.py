@@ -12,6 +12,7 @@ from lightning_lowrank.compression import (
     DecodingError,
     Dense,
     Half,
+    LowRankCodec,
     Mask,
     Quantize,
     RandomK,
@@ -44,6 +45,7 @@ CHANNELS = {
     "quantize": [Quantize()],
     "quantize feedback": [Quantize(4, error_feedback=True)],
     "half feedback": [Half("bfloat16", error_feedback=True)],
+    "factors feedback": [LowRankCodec(2, error_feedback=True), Quantize(4)],
     "split": [Split(["weight"], Half(), Quantize())],
 }
 every_channel = pytest.mark.parametrize("codecs", CHANNELS.values(), ids=CHANNELS)

@@ -21,6 +21,7 @@ from lightning_lowrank.compression import (
     Dense,
     FloatingCodec,
     Half,
+    LowRankCodec,
     Mask,
     Packet,
     Quantize,
@@ -70,10 +71,26 @@ CODECS = {
     "mask quantize half": lambda tensors: Chain([Mask(random_masks(tensors)), Quantize(bits=4), Half("bfloat16")]),
     "random quantize": lambda tensors: Chain([RandomK(0.3, seed=4, unbiased=True), Quantize(seed=5)]),
     "sign quantize random": lambda tensors: Chain([Sign(), Quantize(bits=4), RandomK(0.5, seed=1)]),
+    "rank": lambda tensors: LowRankCodec(2, seed=9),
+    "rank svd": lambda tensors: LowRankCodec(1, method="svd"),
+    "rank budget": lambda tensors: LowRankCodec(budget=0.2),
+    "rank energy": lambda tensors: LowRankCodec(energy=0.7),
+    "rank energy half": lambda tensors: Chain([LowRankCodec(energy=0.5), Half()]),
+    "rank quantize": lambda tensors: Chain([LowRankCodec(2), Quantize(bits=4)]),
     "half top top": lambda tensors: Chain([Half(), TopK(share=0.5), TopK(count=2, scope="tensor")]),
 }
 LOSSLESS = ["dense", "top all"]
-DRAWING = ["quantize", "quantize 4", "quantize l2", "random quantize", "mask quantize half", "random unbiased"]
+DRAWING = [
+    "quantize",
+    "quantize 4",
+    "quantize l2",
+    "random quantize",
+    "mask quantize half",
+    "random unbiased",
+    "rank quantize",
+]
+# The factors of what they made are rounded again.
+FACTORS = [build for build in CODECS if build.startswith("rank")]
 FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 CASES = {
     "float32": {"weight": draw(3, 4), "bias": draw(4, seed=1)},
@@ -126,7 +143,19 @@ def test_every_exported_codec_is_held_to_the_contract():
 
 
 @pytest.mark.slow
-@nightly_except("dense", "float16", "top share", "random", "sign", "mask", "split", "quantize", "top half")
+@nightly_except(
+    "dense",
+    "float16",
+    "top share",
+    "random",
+    "sign",
+    "mask",
+    "split",
+    "quantize",
+    "top half",
+    "rank",
+    "rank energy half",
+)
 @every_codec
 def test_the_contract_holds(build):
     for case, tensors in CASES.items():
@@ -141,7 +170,9 @@ def test_lossless_codecs_lose_nothing(build, case):
 
 @pairwise(strength=1)
 @everywhere
-@pytest.mark.parametrize("build", [build for build in CODECS if build not in (*DRAWING, "sign quantize random")])
+@pytest.mark.parametrize(
+    "build", [build for build in CODECS if build not in (*DRAWING, *FACTORS, "sign quantize random")]
+)
 def test_what_arrived_arrives_again_unchanged(build, case):
     codec = CODECS[build](CASES[case])
     once = codec.transmit(CASES[case])

@@ -48,7 +48,7 @@ from lightning_lowrank import (
 )
 from lightning_lowrank.aggregation import KeepsArrivals
 from lightning_lowrank.arguments import recorded_arguments
-from lightning_lowrank.compression import Half, Quantize, RandomK, Sign, TopK
+from lightning_lowrank.compression import Half, LowRankCodec, Quantize, RandomK, Sign, TopK
 from lightning_lowrank.federated import Algorithm
 from lightning_lowrank.federated.fingerprint import describe, differences, flatten
 from lightning_lowrank.federated.settings import FederatedSettings
@@ -158,6 +158,7 @@ OTHERS: dict[Any, Any] = {
     ("MaskAbsentClasses", "masking"): "zero",
     ("Half", "dtype"): "bfloat16",
     ("Quantize", "bits"): 4,
+    ("LowRankCodec", "method"): "svd",
     ("MatrixProduct", "layout"): "raw",
     "before": [Bucketing(1)],
     "selected": 1,
@@ -276,7 +277,7 @@ def test_a_checkpoint_of_an_older_release_has_the_defaults_of_newer_settings(tmp
 
 PARTS: dict[str, Any] = {
     "partition": [Dirichlet(0.5, min_samples=5), LabelCount(2)],
-    "uplink": [TopK(0.5), RandomK(0.5), Quantize(), Sign(), Half()],
+    "uplink": [TopK(0.5), RandomK(0.5), Quantize(), Sign(), Half(), LowRankCodec(1)],
     "aggregator": [Median(), TrimmedMean(), MultiKrum(), GeometricMedian(), CenteredClipping(), NormBound()],
     "attackers": [SignFlip(), GaussianNoise(), InnerProduct(), ALIE(), LabelFlip(), Scaled()],
     "objective": [MaskAbsentClasses("net", classes=4)],
@@ -296,7 +297,11 @@ def test_changed_arguments_of_a_part(tmp_path, name, part):
     shown = f"{name}.0" if name == "uplink" else name
     expected = run(tmp_path, settings(part))
     for argument, make in changes(part):
-        if (type(part).__name__, argument) == ("TopK", "count"):
+        if (type(part).__name__, argument) in (
+            ("TopK", "count"),
+            ("LowRankCodec", "budget"),
+            ("LowRankCodec", "energy"),
+        ):
             continue
         changed = settings(make())
         resumed = partial(run, tmp_path, changed, checkpoint=tmp_path / "epoch=0.ckpt")

@@ -24,6 +24,7 @@ from lightning_lowrank import (
     FromIndices,
     Half,
     LowRank,
+    LowRankCodec,
     MatrixProduct,
     Quantize,
     RandomCoordinates,
@@ -52,6 +53,11 @@ CHANNELS: dict[str, dict[str, Any]] = {
     "eight bits down": {"downlink": [Quantize(8)]},
     "sparse changes down": {"downlink": [TopK(0.3, error_feedback=True)]},
     "both ways": {"uplink": [TopK(0.2, error_feedback=True)], "downlink": [TopK(0.3, error_feedback=True), Half()]},
+    "factors both ways": {
+        "uplink": [LowRankCodec(1, error_feedback=True), Half()],
+        "downlink": [LowRankCodec(energy=0.8, error_feedback=True)],
+    },
+    "warm factors down": {"downlink": [LowRankCodec(1, error_feedback=True), Half()]},
 }
 
 
@@ -200,6 +206,28 @@ def test_a_downlink_with_error_feedback_is_that_of_ef21p(tmp_path, share):
     free, _ = run(tmp_path)
     plain.close(whole.net, free.net)
     assert not torch.allclose(module.net[0].weight, free.net[0].weight)
+
+
+@pytest.mark.parametrize(
+    "codec", [LowRankCodec(10**6, error_feedback=True), LowRankCodec(energy=1.0, error_feedback=True)]
+)
+def test_factors_of_full_rank_both_ways_lose_nothing(tmp_path, codec):
+    full, _ = run(tmp_path, uplink=[codec], downlink=[codec])
+    free, _ = run(tmp_path)
+    plain.close(full.net, free.net)
+
+
+def test_factors_are_warm_on_both_sides_and_kept_where_they_were_left(tmp_path):
+    """Each message begins with the sender's last vectors: of the same round's clients no two have the same."""
+    codec = LowRankCodec(1, error_feedback=True)
+    _, loop = run(tmp_path, uplink=[codec], downlink=[codec])
+    shape = (1, loop.server.model["net.0.weight"].shape[1])
+    kept = [loop.coordinator.states[client]["wire.memory"]["net.0.weight"] for client in range(4)]
+    kept.append(loop.server.base.state["wire.memory"]["net.0.weight"])
+    assert [value.shape for value in kept] == [shape] * 5
+    assert len({tuple(value.flatten().tolist()) for value in kept}) == 5
+    _, other = run(tmp_path, uplink=[LowRankCodec(1, method="svd", error_feedback=True)])
+    assert "wire.memory" not in other.coordinator.states[0]
 
 
 @pytest.mark.slow
@@ -369,6 +397,8 @@ class Unequal(FedAvg):
         (FedAvg, {"downlink": [Split(["net.0.bias"], Dense(), TopK(0.1))]}, "Split would set to zero"),
         (FedMUD, {"downlink": [Half(error_feedback=True)]}, "FedMUD .*error_feedback"),
         (FedMUD, {"downlink": [TopK(0.1)]}, "TopK"),
+        (FedAvg, {"downlink": [LowRankCodec(2)]}, "LowRankCodec would set to zero"),
+        (RandomMask, {"uplink": [LowRankCodec(2)]}, r"RandomMask.*LowRankCodec"),
         (partial(EF21P, 0.1, 0.1), {"downlink": [Half()]}, "EF21P .* leave out downlink"),
         (Unequal, {"downlink": [Half(error_feedback=True)]}, "error_feedback"),
         (

@@ -32,6 +32,7 @@ from lightning_lowrank.compression import (
     DecodingError,
     Dense,
     Half,
+    LowRankCodec,
     Quantize,
     RandomK,
     Schema,
@@ -59,6 +60,8 @@ UPLINKS: dict[str, list[Codec]] = {
     "random": [RandomK(0.3)],
     "sign": [Sign(error_feedback=True)],
     "quantize": [Quantize(bits=4)],
+    "factors": [LowRankCodec(2, error_feedback=True), Quantize(bits=4)],
+    "factors of an energy": [LowRankCodec(energy=0.8), Half()],
     "chain": [Chain([TopK(0.5), Quantize(bits=8)])],
 }
 # By `check_algorithm`, methods with codecs of their own take no lossy uplink.

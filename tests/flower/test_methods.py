@@ -13,7 +13,7 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import nn
 
 from lightning_lowrank import ConvergenceMonitor, FederatedLoop, FromIndices, algorithms, export_adapter
-from lightning_lowrank.compression import Dense, Half, Quantize, RandomK, TopK
+from lightning_lowrank.compression import Dense, Half, LowRankCodec, Quantize, RandomK, TopK
 from lightning_lowrank.federated import client_states
 from lightning_lowrank.flower.recipe import Recipe
 from lightning_lowrank.flower.remote_rounds import RemoteRounds
@@ -127,6 +127,14 @@ SETTINGS = {
         {"uplink": [TopK(0.2, error_feedback=True), Half()], "downlink": [TopK(0.3, error_feedback=True), Half()]},
     ),
     "random codecs": ("FedAvgM", {"uplink": [RandomK(0.5), Quantize(8)], "downlink": [Quantize(8)]}),
+    "factors both ways": (
+        "FedAvg",
+        {
+            "uplink": [LowRankCodec(2, error_feedback=True), Quantize(4)],
+            "downlink": [LowRankCodec(energy=0.9, error_feedback=True), Half()],
+        },
+    ),
+    "warm factors down": ("SCAFFOLD", {"downlink": [LowRankCodec(2, error_feedback=True)]}),
     "changes of a reset model": ("FedMUD", {"uplink": [Quantize(8, error_feedback=True)]}),
     "a method's own codec first": ("EF21P", {"uplink": [Half()]}),
     "control variates": ("SCAFFOLD", {"uplink": [Quantize(8)], "downlink": [Half()]}),

@@ -42,6 +42,7 @@ from lightning_lowrank import (  # noqa: E402
     Half,
     LogNormal,
     LowRank,
+    LowRankCodec,
     MaskAbsentClasses,
     RoundStage,
     SystemModel,
@@ -230,6 +231,11 @@ RUNS: dict[str, Callable[[], dict[str, Any]]] = {
         downlink=[TopK(0.5, error_feedback=True)],
         clients_per_round=3,
     ),
+    "factors": lambda: {
+        "uplink": [LowRankCodec(2, error_feedback=True), Half()],
+        "downlink": [LowRankCodec(energy=0.9, error_feedback=True)],
+        "clients_per_round": 3,
+    },
     "median": lambda: {"aggregator": Median(), "objective": MaskAbsentClasses("net", 4), "uplink": [Half()]},
     "attacked": lambda: {
         "aggregator": CenteredClipping(before=[Bucketing(2)]),

@@ -26,6 +26,7 @@ from lightning_lowrank import (
     FromIndices,
     Half,
     LowRank,
+    LowRankCodec,
     MatrixProduct,
     Quantize,
     RandomK,
@@ -368,7 +369,16 @@ def test_clients_without_samples_take_no_share_of_the_mean(tmp_path, sampling, a
 
 @pytest.mark.parametrize(
     "uplink",
-    [[TopK(0.5)], [RandomK(0.5, unbiased=True)], [Sign()], [Quantize(bits=8)], [Half()], [Mask(), Half()], [Mask()]],
+    [
+        [TopK(0.5)],
+        [RandomK(0.5, unbiased=True)],
+        [Sign()],
+        [Quantize(bits=8)],
+        [Half()],
+        [Mask(), Half()],
+        [Mask()],
+        [LowRankCodec(2)],
+    ],
 )
 def test_clients_noise_does_not_go_through_codecs(uplink):
     said = r"ClientPrivacy.*noise_at='clients'.*noise_at='server'"
