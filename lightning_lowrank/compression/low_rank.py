@@ -55,8 +55,8 @@ class LowRankCodec(RandomCodec[Factors]):
     convolution has cout·kh rows and cin·kw columns. Vectors, and matrices that the factors would not make smaller, are
     sent dense. A matrix with a number that is not finite arrives as NaN throughout. Integers and booleans travel
     exactly. Vectors have the tensor's type, and the singular values are of float32, or float64 for tensors of float64.
-    The values that a following codec compresses are the unit vectors and the dense tensors; `Half` rounds them, and
-    ``Quantize(4, bucket_size="row")`` gives each vector a scale. The singular values travel exactly.
+    The values that a following codec, such as `Half` or `Quantize`, compresses are the unit vectors and the dense
+    tensors. The singular values travel exactly: each is the scale of its two vectors.
 
     The sender of a `Channel` keeps :math:`Q` for its next message: columns × rank numbers for each matrix, of float32
     (float64 for tensors of float64), with each client's state for the uplink and with the server's for the downlink.
@@ -224,20 +224,16 @@ class LowRankCodec(RandomCodec[Factors]):
 
         None are returned where an energy needs more than ``rank``.
         """
-        # Squares of shares neither overflow nor vanish.
-        largest = matrix.abs().amax()
-        unit = torch.where(largest > 0, largest, 1.0)
-        matrix = torch.where(largest.isfinite(), matrix / unit, 0.0)
         if self._iterates:
-            left, scale, right = _iterated(matrix, self._start(name, matrix, rank))
-        else:
-            left, scale, right = torch.linalg.svd(matrix, full_matrices=False)
-            if self.energy is not None:
-                total = scale.square().cumsum(0)
-                needed = max(1, int((total < self.energy * total[-1]).sum()) + 1)
-                rank = needed if needed <= rank else 0
-            left, scale, right = left[:, :rank].mT.contiguous(), scale[:rank], right[:rank].contiguous()
-        return left, scale * torch.where(largest.isfinite(), unit, math.nan), right
+            return _iterated(matrix, self._start(name, matrix, rank))
+        finite = matrix.isfinite().all()
+        left, scale, right = torch.linalg.svd(torch.where(finite, matrix, 0.0), full_matrices=False)
+        if self.energy is not None:
+            total = scale.double().square().cumsum(0)
+            needed = int((total < self.energy * total[-1]).sum()) + 1
+            rank = needed if needed <= rank else 0
+        scale = torch.where(finite, scale[:rank], math.nan)
+        return left[:, :rank].mT.contiguous(), scale, right[:rank].contiguous()
 
     def _start(self, name: str, matrix: Tensor, rank: int) -> Tensor:
         """Return the right vectors that the iteration begins with, as rows."""
@@ -257,11 +253,14 @@ def _iterated(matrix: Tensor, start: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Return left vectors, lengths and right vectors of one subspace iteration; vectors are rows."""
     left = torch.linalg.qr(matrix @ start.mT).Q
     right = left.mT @ matrix
-    lengths = torch.linalg.vector_norm(right, dim=1)
+    # Squares of shares neither overflow nor vanish. What is not finite is so in all of the vectors.
+    largest = right.abs().amax()
+    shares = right / torch.where(largest > 0, largest, 1.0)
+    lengths = torch.linalg.vector_norm(shares, dim=1)
     # What rounding leaves of a direction that the matrix does not have is no start for the next one.
     noise = torch.finfo(matrix.dtype).eps * max(matrix.shape) * lengths.amax()
-    right = torch.where((lengths > noise)[:, None], right / lengths[:, None], 0.0)
-    return left.mT.contiguous(), lengths, right
+    right = torch.where((lengths > noise)[:, None], shares / lengths[:, None], 0.0)
+    return left.mT.contiguous(), lengths * largest, right
 
 
 def _product(left: Tensor, right: Tensor) -> Tensor:
