@@ -53,8 +53,8 @@ from lightning_lowrank.models import MLP, Classifier  # noqa: E402
 
 FEEDBACK = {"error_feedback": True}
 CHANNELS: dict[str, Callable[[], list[Any]]] = {
-    "dense": lambda: [],
-    "low_rank_training": lambda: [],
+    "dense": list,
+    "low_rank_training": list,
     "quantize_8": lambda: [Quantize(8, **FEEDBACK)],
     "quantize_4": lambda: [Quantize(4, **FEEDBACK)],
     "top_64_8": lambda: [TopK(1 / 64, **FEEDBACK), Quantize(8)],
@@ -142,8 +142,7 @@ def fit(setting: str, channel: str, seed: int, data: Path, most: float, every: i
         settings["partition"] = Dirichlet(0.5, min_samples=5)
     module = Classifier(network, optimizer=partial(torch.optim.SGD, lr=0.1))
     make = CHANNELS[channel]
-    settings |= {"uplink": make(), "downlink": make(), "seed": seed, "summary": False}
-    settings |= {"execution": "vectorized" if setting == "fmnist" else "sequential"}
+    settings |= {"uplink": make(), "downlink": make(), "seed": seed, "summary": False, "execution": "vectorized"}
     loop = FederatedLoop(FedMUD(reset_interval=1) if low_rank else FedAvg(), **settings)
     curve = Curve(most, every)
     converted = LowRank(BlockKronecker(), budget=1 / 16, role="update", decouple=True, skip=["last"], summary=False)

@@ -159,6 +159,8 @@ OTHERS: dict[Any, Any] = {
     ("Half", "dtype"): "bfloat16",
     ("Quantize", "bits"): 4,
     ("LowRankCodec", "method"): "svd",
+    ("LowRankCodec", "budget"): 0.5,
+    ("LowRankCodec", "energy"): 0.5,
     ("MatrixProduct", "layout"): "raw",
     "before": [Bucketing(1)],
     "selected": 1,
