@@ -229,7 +229,8 @@ class LowRankCodec(RandomCodec[Factors]):
         finite = matrix.isfinite().all()
         left, scale, right = torch.linalg.svd(torch.where(finite, matrix, 0.0), full_matrices=False)
         if self.energy is not None:
-            total = scale.double().square().cumsum(0)
+            # Squares of shares neither overflow nor vanish, nor need float64, which some devices lack.
+            total = (scale / scale[0].clamp_min(torch.finfo(scale.dtype).tiny)).square().cumsum(0)
             needed = int((total < self.energy * total[-1]).sum()) + 1
             rank = needed if needed <= rank else 0
         scale = torch.where(finite, scale[:rank], math.nan)

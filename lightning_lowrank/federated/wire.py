@@ -85,6 +85,9 @@ class Wire:
     lacks is sent later (EF21-P). Without error feedback, the downlink sends the values. Clients' changes are then put
     onto the server's own values only for a robust rule, which would take the downlink's loss for a change.
 
+    What a codec such as `LowRankCodec` starts a sender's next message from is kept by each client for the uplink, and
+    by the server for a downlink with error feedback.
+
     A change of frozen weights that a method announces passes a lossy downlink once for all clients, and the server
     takes up the decoded change as they do, so that all copies of the weights stay equal.
 
