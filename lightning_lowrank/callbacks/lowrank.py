@@ -143,6 +143,7 @@ class LowRank(Configured, Callback):
                 " setup() of modules after that of callbacks: make the layers in __init__() or configure_model()."
             )
         conversion = self.convert(pl_module)
+        self._restore.callback(pl_module.register_load_state_dict_pre_hook(_refuse_other_layers).remove)
         self._added = self._made_later(pl_module)
         if self._added:
             rank_zero_warn(
@@ -295,6 +296,33 @@ def _gone(module: torch.nn.Module, conversion: Conversion) -> list[str]:
     """Return the converted layers that are not low-rank any more."""
     there = {_unwrapped(name) for name, _ in low_rank_layers(module)}
     return [spec.name for spec in conversion.specs if _unwrapped(spec.name) not in there]
+
+
+def _refuse_other_layers(module: torch.nn.Module, state: Mapping[str, Any], prefix: str, *_: Any) -> None:
+    """Refuse a checkpoint whose layers are dense or have other factors; a pre-hook of ``load_state_dict``.
+
+    A plain function, because a deepcopy of the module must not copy the callback.
+    """
+    layers = dict(low_rank_layers(module))
+    dense = [name for name in layers if f"{name}.weight" in state and not _has_factors(name, state)]
+    if layers and len(dense) == len(layers):
+        raise MisconfigurationException(
+            f"the checkpoint's layers are dense, and LowRank has converted {listed(dense)}: load its weights into the"
+            " module before the fit, by module.load_state_dict(torch.load(path)['state_dict']), and leave out"
+            " ckpt_path, so that LowRank converts them."
+        )
+    for name, layer in layers.items():
+        for key, value in layer.factors.state_dict(prefix=f"{name}.factors.").items():
+            if key in state and state[key].shape != value.shape:
+                raise MisconfigurationException(
+                    f"the checkpoint's layers were converted with other LowRank arguments: {key} is"
+                    f" {list(state[key].shape)} in it and {list(value.shape)} now. Use the same ones, or load the dense"
+                    " module with lightning_lowrank.load_dense(path, module)."
+                )
+
+
+def _has_factors(layer: str, state: Mapping[str, Any]) -> bool:
+    return any(name.startswith(f"{layer}.factors.") for name in state)
 
 
 def _unwrapped(name: str) -> str:

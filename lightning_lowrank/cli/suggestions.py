@@ -32,9 +32,23 @@ def with_suggestions(message: str) -> str:
         meant = similar and names[similar[0]] != word
         return match[0] + (f" (did you mean {names[similar[0]]!r}?)" if meant else "")
 
+    misplaced = re.fullmatch(r'Parser key "(federated|lowrank)": no class is known as (.+)', message)
+    advice = _placed(misplaced[1], misplaced[2]) if misplaced else ""
+    if advice:
+        return f"{message}: {advice}"
     for pattern, look_up in _KINDS.items():
         message = re.sub(pattern, partial(told, look_up=look_up), message)
     return message
+
+
+def _placed(section: str, given: str) -> str:
+    """Where a class belongs that is given as a whole section, and what a partition of no class may mean."""
+    package = import_module("lightning_lowrank")
+    kind = getattr(package, given.rpartition(".")[2], None)
+    places = {"federated": (package.Algorithm, "algorithm"), "lowrank": (package.Factorization, "factorization")}
+    if section in places and isinstance(kind, type) and issubclass(kind, places[section][0]):
+        return f"it is the section's {places[section][1]}: --{section}.{places[section][1]} {kind.__name__}"
+    return ""
 
 
 def _arguments(match: re.Match[str]) -> tuple[str, Iterable[str]]:

@@ -17,6 +17,7 @@ from lightning_lowrank.federated.state import Server
 
 # torch raises most of these as a RuntimeError.
 _OF_MEMORY = ("out of memory", "can't allocate memory", "not enough memory")
+_PACKAGE = Path(__file__).parents[1]
 _OF_THE_MACHINE = (*_OF_MEMORY, "CUDA error")
 
 
@@ -69,7 +70,14 @@ def described(error: Exception) -> str:
     frames = traceback.extract_tb(error.__traceback__)
     if isinstance(error, NotFiniteError) or not frames:
         return str(error)
-    return f"{text[:300]} ({Path(frames[-1].filename).name}:{frames[-1].lineno})"
+    # The user's line says more than torch's below it.
+    own = [each for each in frames if not Path(each.filename).is_relative_to(_PACKAGE) and not _is_installed(each)]
+    frame = (own or frames)[-1]
+    return f"{text[:300]} ({Path(frame.filename).name}:{frame.lineno})"
+
+
+def _is_installed(frame: traceback.FrameSummary) -> bool:
+    return not {"site-packages", "dist-packages"}.isdisjoint(Path(frame.filename).parts)
 
 
 def named(clients: Sequence[int]) -> str:
@@ -150,10 +158,11 @@ class Answers:
         self.failed: dict[int, str] = {}
         """Clients that failed while they trained, and why."""
         self._first_error: Exception | None = None
+        self._diverged: set[int] = set()
 
     def begin_round(self) -> None:
         """Forget the last round's."""
-        self.failed, self.answered, self._first_error = {}, [], None
+        self.failed, self.answered, self._first_error, self._diverged = {}, [], None, set()
 
     def end_round(self) -> None:
         """Let go of the first error, whose traceback keeps the failed step alive."""
@@ -163,6 +172,8 @@ class Answers:
         """Count a client as failed by ``error``."""
         self.failed[client] = described(error)
         self._first_error = self._first_error or error
+        if isinstance(error, NotFiniteError):
+            self._diverged.add(client)
 
     def check_rest(self) -> None:
         """Refuse a round whose clients that have not failed are too few.
@@ -190,5 +201,15 @@ class Answers:
         for client, reason in self.failed.items():
             alike.setdefault(reason, []).append(client)
         if len(alike) == 1 and len(self.failed) == len(self._server.cohort):
-            return f": all of them failed alike: {next(iter(alike))}"
-        return "." + "".join(f"\n  {named(clients)}: {reason}" for reason, clients in alike.items())
+            return f": all of them failed alike: {next(iter(alike))}{self._remedy()}"
+        reasons = "".join(f"\n  {named(clients)}: {reason}" for reason, clients in alike.items())
+        return f".{reasons}{self._remedy()}"
+
+    def _remedy(self) -> str:
+        """What helps clients that diverge, if all failures of the round are of numbers that are not finite."""
+        if not self._diverged or len(self._diverged) < len(self.failed):
+            return ""
+        return (
+            ". Training diverged: a smaller learning rate is the usual remedy, else fewer local epochs or"
+            " Trainer(gradient_clip_val=1.0)."
+        )

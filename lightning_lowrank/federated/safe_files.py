@@ -5,6 +5,7 @@ A temporary file or folder has its process's `mark` in its name.
 
 from __future__ import annotations
 
+import errno
 import os
 import shutil
 import socket
@@ -24,6 +25,8 @@ from lightning_lowrank.internals.replaced import replaced
 
 _UNFINISHED = ".part"
 _DAY = 24 * 60 * 60
+_FULL = (errno.ENOSPC, errno.EDQUOT)
+_LEAST_FREE = 2**16
 _IN_USE: set[Path] = set()
 
 
@@ -132,6 +135,15 @@ class WholeCheckpoints(TorchCheckpointIO):
                 file.flush()
                 os.fsync(file.fileno())
             unfinished.replace(target)
+        except (OSError, RuntimeError) as error:
+            # torch gives an error of the system as text.
+            number = error.errno if isinstance(error, OSError) else _full(target.parent)
+            if number not in _FULL:
+                raise
+            raise MisconfigurationException(
+                f"the checkpoint {target} was not written, for its disk is full, and an earlier one is as it was: free"
+                f" space in {target.parent}, or set ModelCheckpoint(dirpath=..., save_top_k=1, save_last=False)."
+            ) from error
         finally:
             unfinished.unlink(missing_ok=True)
 
@@ -149,6 +161,11 @@ class WholeCheckpoints(TorchCheckpointIO):
         if _is_local(path) and Path(path).is_file():
             check_whole(path)
         return super().load_checkpoint(path, map_location, weights_only)
+
+
+def _full(folder: Path) -> int | None:
+    """The number of the error of a full disk, if the folder's is full."""
+    return errno.ENOSPC if shutil.disk_usage(folder).free < _LEAST_FREE else None
 
 
 def written_whole(trainer: Any) -> AbstractContextManager[None]:

@@ -7,9 +7,11 @@ from __future__ import annotations
 
 import difflib
 import math
+import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from numbers import Integral
+from os import PathLike
 from typing import Any, Literal, get_args
 
 import numpy as np
@@ -65,7 +67,26 @@ _LISTS: tuple[tuple[str, type, str], ...] = (
     ("stages", RoundStage, "RoundStage objects"),
     ("allow_changes", str, "names such as ['clients_per_round']"),
 )
+_LONGEST = 200
 _SETTINGS_OF_LENGTH = ("local_epochs", "local_steps")
+
+
+def _meant(given: Any) -> str:
+    """The partition that an argument of another type was probably meant for."""
+    if isinstance(given, type):
+        return f"{given.__name__}(...), an object"
+    if isinstance(given, (str, PathLike)):
+        text = str(given)
+        if text.lower() in ("iid", "dirichlet"):
+            return "IID() or Dirichlet(0.3), an object"
+        if "." in text or os.sep in text:
+            return f"FromIndices({text!r}) for a file of clients' indices, ByKey(column, file={text!r}) for one of keys"
+        return f"ByKey({text!r}) for the column, or field of the samples, that says whose each one is"
+    if callable(given):
+        return "ByKey(function) for a function of the dataset that returns each sample's key"
+    if isinstance(given, (Mapping, Sequence, np.ndarray, Tensor)):
+        return "FromIndices(...) for the indices of each client, or the client of each sample"
+    return ""
 
 
 @dataclass(eq=False, repr=False)
@@ -251,7 +272,10 @@ class FederatedSettings(Configured):
             article = "an" if kind.__name__[0] in "AO" else "a"
             wanted = f"{article} {kind.__name__} such as {example}{'' if name == 'algorithm' else ', or None'}"
             allowed = isinstance(part, kind) or (part is None and name != "algorithm")
-            _check(allowed, f"{name} must be {wanted}, got {part!r}")
+            meant = _meant(part) if name == "partition" and not allowed else ""
+            found = repr(part)
+            found = found if len(found) <= _LONGEST else f"{found[:_LONGEST]}..."
+            _check(allowed, f"{name} must be {wanted}, got {found}{meant and ': give '}{meant}")
         for name, of, example in _LISTS:
             parts = getattr(self, name)
             of_kind = isinstance(parts, (list, tuple)) and all(isinstance(part, of) for part in parts)

@@ -273,6 +273,20 @@ def test_refusals_are_configuration_errors(tmp_path, arguments, message):
         fit(trainer(tmp_path, LowRank(MatrixProduct(), **arguments, summary=False)), Module(), Data())
 
 
+@pytest.mark.parametrize("federated", [False, True])
+@pytest.mark.parametrize(
+    ("before", "said"), [({}, "load its weights into the module before"), ({"rank": 3}, "factors")]
+)
+def test_a_checkpoint_of_other_layers_is_refused_with_the_way_out(tmp_path, before, said, federated):
+    callbacks = [LowRank(MatrixProduct(), **before, summary=False)] if before else []
+    checkpoint = pl.callbacks.ModelCheckpoint(tmp_path, "last")
+    fit(trainer(tmp_path, *callbacks, checkpoint, max_epochs=1), Module(), Data())
+    loops = [FederatedLoop(FedAvg(), clients=2, summary=False)] if federated else []
+    converted = LowRank(MatrixProduct(), rank=2, summary=False)
+    with pytest.raises(MisconfigurationException, match=said):
+        fit(trainer(tmp_path, converted, *loops), Module(), Data(), ckpt_path=tmp_path / "last.ckpt")
+
+
 @pytest.mark.slow
 def test_resume_refuses_other_layers(tmp_path):
     checkpoint = pl.callbacks.ModelCheckpoint(tmp_path, "last")

@@ -24,6 +24,21 @@ CASES = {
 }
 
 
+@pytest.mark.parametrize(
+    ("section", "given", "option"),
+    [
+        ("federated", "FedAvg", "--federated.algorithm FedAvg"),
+        ("federated", "lightning_lowrank.FedMUD", "--federated.algorithm FedMUD"),
+        ("lowrank", "BlockKronecker", "--lowrank.factorization BlockKronecker"),
+        ("lowrank", "FedAvg", ""),
+    ],
+)
+def test_a_class_in_place_of_its_section_is_told_its_option(section, given, option):
+    message = f'Parser key "{section}": no class is known as {given}'
+    said = with_suggestions(message)
+    assert said == message if not option else said.endswith(option)
+
+
 @pytest.mark.parametrize("message", CASES)
 def test_the_most_similar_name_is_told(message):
     said = with_suggestions(message)

@@ -3,6 +3,7 @@
 import math
 import traceback
 import warnings
+from pathlib import Path
 
 import lightning.pytorch as pl
 import pytest
@@ -15,6 +16,7 @@ from lightning_lowrank import SCAFFOLD, FedAvg, FederatedLoop, FromIndices, Half
 from lightning_lowrank.aggregation import WeightedMean
 from lightning_lowrank.federated import Algorithm
 from lightning_lowrank.federated.client_states import flatten_state
+from lightning_lowrank.federated.failures import described
 from lightning_lowrank.federated.protocols import UnequalClients, inherits
 from tests.algorithms.methods import LOW_RANK, METHODS, each_method
 from tests.grids import daily, nightly_except
@@ -180,7 +182,7 @@ def test_an_update_that_is_not_finite_is_dropped(tmp_path, arguments):
 @pytest.mark.parametrize("execution", ["sequential", "vectorized"])
 def test_where_all_clients_diverge_the_round_says_so(tmp_path, execution):
     module = Module(optimizer=lambda parameters: torch.optim.SGD(parameters, lr=1e30))
-    with pytest.raises(MisconfigurationException, match="holds numbers that are not finite"):
+    with pytest.raises(MisconfigurationException, match=r"holds numbers that are not finite.*smaller learning rate"):
         run(tmp_path, module, execution=execution)
 
 
@@ -397,10 +399,17 @@ def test_a_fault_of_all_clients_is_said_once(tmp_path, execution, on_client_erro
         assert isinstance(error, MisconfigurationException)
         assert "0 of 25" in str(error)
         assert str(error).count("images") == 1
+        assert "learning rate" not in str(error)
         error = error.__cause__
     assert isinstance(error, KeyError)
     assert "training_step" in [frame.name for frame in traceback.extract_tb(error.__traceback__)]
     assert sum("images" in str(each.message) for each in told) == (on_client_error == "drop")
+
+
+def test_an_error_of_torch_is_placed_at_the_users_line():
+    with pytest.raises(RuntimeError) as caught:
+        nn.Linear(2, 3)(torch.ones(1, 5))
+    assert f"({Path(__file__).name}:" in described(caught.value)
 
 
 def test_clients_that_fail_alike_are_warned_of_together(tmp_path):

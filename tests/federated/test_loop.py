@@ -691,6 +691,7 @@ class Stream(IterableDataset):
         (lambda: [DataLoader(blobs()), DataLoader(blobs())], "list"),
         (lambda: DataLoader(blobs(), batch_size=None), "batch_size=None"),
         (lambda: DataLoader(blobs(), sampler=SubsetRandomSampler(range(9))), "SubsetRandomSampler"),
+        (lambda: DataLoader({"train": blobs(), "test": blobs()}), r"dict.*'train', 'test'.*dataset\['train'\]"),
     ],
 )
 def test_refuses_loaders_that_cannot_be_divided(tmp_path, loader, message):
@@ -718,7 +719,13 @@ def test_refuses_no_loader(tmp_path):
         ({"clients": 4, "client_dropout": 1.0}, "client_dropout"),
         ({"clients": 4, "participants": [[0, 0]]}, "twice"),
         ({"clients": 4, "participants": [[0]], "clients_per_round": 1}, "clients_per_round"),
-        ({"clients": 4, "partition": "iid"}, "partition"),
+        ({"clients": 4, "partition": "iid"}, r"partition.*'iid'.*IID\(\)"),
+        ({"clients": 4, "partition": "user"}, r"partition.*'user'.*ByKey\('user'\)"),
+        ({"partition": "parts.csv"}, r"partition.*FromIndices\('parts.csv'\).*ByKey\(column, file='parts.csv'\)"),
+        ({"partition": {"a": [0, 1], "b": [2]}}, r"partition.*\{'a': \[0, 1\], 'b': \[2\]\}.*FromIndices"),
+        ({"partition": np.zeros(3, int)}, r"partition.*FromIndices"),
+        ({"partition": len}, r"partition.*ByKey\(function\)"),
+        ({"partition": Dirichlet}, r"partition.*Dirichlet\(\.\.\.\), an object"),
         ({"clients": 4, "algorithm": "FedAvg"}, r"algorithm.*'FedAvg'"),
         ({"clients": 4, "sampling_weights": torch.tensor([1.0, -1.0])}, r"sampling_weights.*\[1\.0, -1\.0\]"),
         ({"clients": 4, "sampling_weights": np.ones((2, 2))}, "sampling_weights"),

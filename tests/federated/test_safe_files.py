@@ -1,11 +1,13 @@
 """A run that is killed leaves no torn checkpoint, and a torn one is recognised."""
 
+import errno
 import os
 import shutil
 import signal
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import lightning.pytorch as pl
 import pytest
@@ -89,6 +91,22 @@ def test_a_failed_write_leaves_nothing(tmp_path):
     with pytest.raises(AttributeError, match="local object"):
         WholeCheckpoints().save_checkpoint({"a": lambda: 1}, tmp_path / "last.ckpt")
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("as_text", [False, True])
+def test_a_full_disk_is_named(tmp_path, monkeypatch, as_text):
+    def save(checkpoint, file):
+        file.write(b"a part")
+        raise RuntimeError("write failed") if as_text else OSError(errno.ENOSPC, "No space left on device")
+
+    WholeCheckpoints().save_checkpoint({"a": 1}, tmp_path / "last.ckpt")
+    before = (tmp_path / "last.ckpt").read_bytes()
+    monkeypatch.setattr(torch, "save", save)
+    monkeypatch.setattr(shutil, "disk_usage", lambda folder: SimpleNamespace(free=0))
+    with pytest.raises(MisconfigurationException, match=rf"{tmp_path}/last\.ckpt.*full.*dirpath"):
+        WholeCheckpoints().save_checkpoint({"a": 2}, tmp_path / "last.ckpt")
+    assert [each.name for each in tmp_path.iterdir()] == ["last.ckpt"]
+    assert (tmp_path / "last.ckpt").read_bytes() == before
 
 
 @pytest.mark.slow

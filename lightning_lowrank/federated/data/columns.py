@@ -15,6 +15,8 @@ from torch import Tensor
 from torch.utils.data import ConcatDataset, Dataset, Subset
 
 Column: TypeAlias = np.ndarray
+_MISSING = ("NAType", "NaTType")
+"""Names of pandas' classes for what is missing."""
 
 
 class ClientColumn:
@@ -110,6 +112,19 @@ def call_on(dataset: Dataset, function: Callable[[Any], Any], name: str, advice:
     return values
 
 
+def refuse_missing(missing: Sequence[int], samples: int, source: str) -> None:
+    """Refuse samples that have no entry, by their places among all samples."""
+    if missing:
+        raise MisconfigurationException(
+            f"{len(missing)} of {samples} entries of {source} are missing (None or NaN), such as number {missing[0]}:"
+            " fill them in, as by 'unknown', or leave these samples out by torch.utils.data.Subset."
+        )
+
+
+def _is_missing(entry: Any) -> bool:
+    return entry is None or (isinstance(entry, float) and entry != entry) or type(entry).__name__ in _MISSING
+
+
 def to_column(values: Any, source: str, advice: str) -> Column:
     """Return one integer or string for each sample as a flat array."""
     if isinstance(values, Tensor):
@@ -119,12 +134,15 @@ def to_column(values: Any, source: str, advice: str) -> Column:
         array = values
     else:
         entries = [entry.tolist() if isinstance(entry, Tensor) else entry for entry in values]
+        refuse_missing([place for place, entry in enumerate(entries) if _is_missing(entry)], len(entries), source)
         if len({isinstance(entry, str) for entry in entries}) > 1:
             raise MisconfigurationException(f"{source} mixes strings with other types: {advice}")
         try:
             array = np.asarray(entries)
         except ValueError as error:
             raise MisconfigurationException(f"{source} has entries of different lengths: {advice}") from error
+    if array.ndim == 1 and array.dtype.kind == "f":
+        refuse_missing(np.flatnonzero(np.isnan(array)).tolist(), len(array), source)
     if array.ndim != 1 or (array.dtype.kind not in "iubU" and len(array)):
         raise MisconfigurationException(f"{source} holds {array.dtype} of shape {list(array.shape)}: {advice}")
     return array

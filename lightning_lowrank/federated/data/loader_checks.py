@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any, cast
 
 import numpy as np
@@ -22,6 +23,7 @@ from torch.utils.data import (
     WeightedRandomSampler,
 )
 
+from lightning_lowrank.arguments import listed
 from lightning_lowrank.federated.data.lengths import LengthGroupedSampler
 
 
@@ -69,6 +71,17 @@ def check_loader(loader: Any, training: bool = True, weighted: bool = False) -> 
         raise MisconfigurationException(
             f"{needed} got one of {type(loader.dataset).__name__}, an IterableDataset without indices: give a map-style"
             " dataset (with __getitem__ and __len__)."
+        )
+    if isinstance(loader.dataset, Mapping) and all(isinstance(name, str) for name in loader.dataset):
+        splits = listed([repr(name) for name in loader.dataset])
+        raise MisconfigurationException(
+            f"{needed} got one of a {type(loader.dataset).__name__} with the entries {splits}, not of samples: give one"
+            f" of its data sets, such as dataset[{next(iter(loader.dataset), 'train')!r}]."
+        )
+    if not hasattr(loader.dataset, "__len__"):
+        raise MisconfigurationException(
+            f"{needed} got one of {type(loader.dataset).__module__}.{type(loader.dataset).__name__}, which has no"
+            " length: give a map-style dataset (with __getitem__ and __len__)."
         )
     if type(loader).__iter__ is not DataLoader.__iter__:
         raise MisconfigurationException(
