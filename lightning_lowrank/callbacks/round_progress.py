@@ -15,6 +15,7 @@ from lightning.pytorch.utilities import rank_zero_warn
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from rich import get_console
 from rich.progress import BarColumn, Progress, TextColumn
+from torch import Tensor
 
 from lightning_lowrank.arguments import listed
 from lightning_lowrank.configuration import check_choice
@@ -70,6 +71,7 @@ class RoundProgress(Callback):
         self._disabled: RichProgressBar | TQDMProgressBar | None = None
         self._best: dict[str, Any] = {}
         self._figures = NewFigures()
+        self._validated: dict[str, Tensor] = {}
         self._observed = False
         self._warned = False
 
@@ -150,6 +152,15 @@ class RoundProgress(Callback):
         if self._display is not None and time.monotonic() >= self._next:
             self._show(trainer, trainer.current_epoch + min(share, 1.0))
 
+    def on_validation_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Note the figures that are not of the validation."""
+        self._validated = dict(trainer.callback_metrics)
+
+    def on_validation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Note the validation's figures, which inside a round are of the last round's model."""
+        logged, before = trainer.callback_metrics, self._validated
+        self._validated = {name: value for name, value in logged.items() if value is not before.get(name)}
+
     def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Show what the round came to."""
         if self._from is None:
@@ -201,6 +212,11 @@ class RoundProgress(Callback):
             return
         if not self._observed:
             return
+        of_validation = self._validated.get(name) is logged[name] and self._loop.validated_round is not None
+        number = self._loop.validated_round if of_validation else trainer.current_epoch + 1
+        self._observed = number == trainer.current_epoch + 1
+        if not number:
+            return
         value, higher = float(logged[name]), direction(name, monitors=monitors)[0]
         if self._best.get("name") != name:
             self._best = {"name": name}
@@ -208,7 +224,7 @@ class RoundProgress(Callback):
         if higher is not None and not math.isnan(value):
             best = self._best.get("value")
             if best is None or (value > best if higher else value < best):
-                self._best.update(value=value, round=trainer.current_epoch + 1)
+                self._best.update(value=value, round=number)
 
     def _show(self, trainer: pl.Trainer, done: float, ended: bool = False) -> None:
         assert self._display is not None

@@ -72,6 +72,7 @@ from lightning_lowrank.internals.lightning import (
     log_figures,
     pool_training_results,
     stops_now,
+    validation_logged_for,
 )
 from lightning_lowrank.internals.peft import keep_base_changes
 from lightning_lowrank.internals.replaced import replaced
@@ -157,6 +158,8 @@ class FederatedLoop(FederatedSettings, Callback):
         self._turns: ClientTurns | None = None
         self._resumed_inside = False
         self._evaluation_log: Logbook | None = None
+        self._validation = ExitStack()
+        self._validated: int | None = None
 
     def __getstate__(self) -> dict[str, Any]:
         """Return what a copy has, or a pickle: settings, ledger, what forbids a private fit, and no more of a fit."""
@@ -172,6 +175,7 @@ class FederatedLoop(FederatedSettings, Callback):
             "_facts",
             "_turns",
             "_evaluation_log",
+            "_validation",
         )
         return {name: value for name, value in vars(self).items() if name not in own}
 
@@ -243,6 +247,14 @@ class FederatedLoop(FederatedSettings, Callback):
     def in_round(self) -> bool:
         """Whether a round has begun and has not been aggregated."""
         return self._progress.round_open
+
+    @property
+    def validated_round(self) -> int | None:
+        """The round, from 1, whose global model the fit's last validation judged; 0 for the module as it was before.
+
+        ``None`` before a validation. It is an earlier round than the running one if the validation was inside a round.
+        """
+        return self._validated
 
     # Beginning and end of a fit
 
@@ -439,16 +451,27 @@ class FederatedLoop(FederatedSettings, Callback):
             validated = [
                 f"{name} {value:.4f}" for name, value in trainer.callback_metrics.items() if name.startswith("val")
             ]
+            of = ""
+            if validated and self._validated not in (None, trainer.current_epoch):
+                of = f" (of round {self._validated})" if self._validated else " (before the first round)"
+            said = listed(validated) + of + ", " * bool(validated)
             traffic = self.ledger.figures()
             plural = "" if trainer.current_epoch == 1 else "s"
             get_console().print(
-                f"after {trainer.current_epoch} round{plural}: {listed(validated)}{', ' if validated else ''}"
+                f"after {trainer.current_epoch} round{plural}{self._cut()}: {said}"
                 f"{bytes_text(traffic['comm/total_up_bytes'], '.2f')} up,"
                 f" {bytes_text(traffic['comm/total_down_bytes'], '.2f')} down,"
                 f" {percent(traffic['comm/ratio'])} of dense FedAvg",
                 highlight=False,
                 soft_wrap=True,
             )
+
+    def _cut(self) -> str:
+        """How many of the last round's clients have trained, if the fit stopped before all of them had."""
+        plan, coordinator = self.plan, self.rounds.coordinator
+        drawn = 0 if plan is None else len(plan.clients)
+        trained = len(coordinator.answered) + len(coordinator.failed)
+        return f", the last one cut after {trained} of {drawn} clients" if trained < drawn else ""
 
     # Steps
 
@@ -484,10 +507,14 @@ class FederatedLoop(FederatedSettings, Callback):
             self._evaluation_log = self._rounds.logbook if len(trainer.num_val_batches) == 1 else None
         if self._evaluation_log is not None:
             self._evaluation_log.begin_evaluation()
-        if not self._progress.round_open:
-            return
-        if stops_now(trainer):
+        if self._progress.round_open and stops_now(trainer):
             self._rounds.aggregate()
+        if trainer.state.fn == "fit":
+            self._validated = trainer.current_epoch + (not self._progress.round_open)
+            if self._progress.round_open:
+                # The figures are of the last round's model.
+                self._validation.enter_context(validation_logged_for(trainer, trainer.current_epoch - 1))
+                self._restore.callback(self._validation.close)
 
     def on_validation_batch_start(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int, dataloader_idx: int = 0
@@ -504,6 +531,7 @@ class FederatedLoop(FederatedSettings, Callback):
 
     def on_validation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Evaluate clients' own models, between rounds."""
+        self._validation.close()
         if self._rounds is not None and not trainer.sanity_checking and not self._progress.round_open:
             self._rounds.further.evaluate(trainer, pl_module, "validate")
 

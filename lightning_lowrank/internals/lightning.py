@@ -370,6 +370,19 @@ def log_figures(trainer: pl.Trainer, figures: dict[str, float]) -> None:
     trainer._logger_connector.log_metrics(tensors)
 
 
+def validation_logged_for(trainer: Any, epoch: int) -> AbstractContextManager[None]:
+    """Have loggers write an evaluation's figures with another number of the epoch than the running one."""
+    connector = trainer._logger_connector
+    log, missing = connector.log_eval_end_metrics, "epoch" not in connector._logged_metrics
+
+    def logged(metrics: dict[str, Any]) -> None:
+        log({"epoch": epoch, **metrics} if metrics else metrics)
+        if missing:
+            connector._logged_metrics.pop("epoch", None)
+
+    return replaced(connector, log_eval_end_metrics=logged)
+
+
 def stops_now(trainer: pl.Trainer) -> bool:
     """Return whether the fit ends after this batch, in the middle of an epoch or not."""
     if trainer.max_steps != -1 and trainer.global_step >= trainer.max_steps:

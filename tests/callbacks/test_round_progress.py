@@ -115,6 +115,20 @@ def test_a_round_without_validation_has_no_figure_of_its_own(tmp_path, capsys, n
     assert f"{name} 3.0000" in fourth
 
 
+def test_a_validation_inside_a_round_is_of_the_last_rounds_model(tmp_path, capsys):
+    class Judging(Scored):
+        def validation_step(self, batch, batch_idx):
+            self.log(self.figure, self.values[self.trainer.callbacks[0].validated_round])
+
+    progress, module = RoundProgress(), Judging("val_acc", [9.0, 2.0, 1.0, 0.0])
+    # After two of three clients.
+    run = trainer(tmp_path, federated(), progress, max_epochs=3, val_check_interval=2, num_sanity_val_steps=0)
+    run.fit(module, Data())
+    first, *others = lines(capsys)
+    assert "val_acc" not in first
+    assert figures(others) == ["best val_acc 2.0000 in round 1"] * 2
+
+
 @pytest.mark.slow
 def test_a_figure_of_training_is_of_each_round(tmp_path, capsys):
     constant = torch.tensor(1.0)

@@ -1,6 +1,7 @@
 """What each of Lightning's settings and callbacks means inside rounds."""
 
 import csv
+import re
 import time
 from datetime import timedelta
 from typing import Any
@@ -175,6 +176,34 @@ def test_validation_inside_a_round_sees_the_last_global_model(tmp_path):
         assert_same(inside, before)
     for inside in seen.validated[4:7]:
         assert_same(inside, seen.ended[0])
+
+
+def test_figures_of_a_validation_are_of_the_round_whose_model_it_judged(tmp_path, capsys):
+    class Rounds(pl.Callback):
+        def __init__(self):
+            self.judged = []
+
+        def on_validation_end(self, trainer, pl_module):
+            self.judged.append(trainer.callbacks[0].validated_round)
+
+    logger, seen = CSVLogger(tmp_path, "run", version=0), Rounds()
+    settings = {"val_check_interval": 2, "max_epochs": 2, "num_sanity_val_steps": 0, "logger": logger}
+    run = trainer(tmp_path, loop(participants=[[0, 1, 2], [3, 1, 2]], summary=True), seen, **settings)
+    fit(run, Module(), Data())
+    # After two of three clients.
+    assert seen.judged == [0, 1]
+    with open(tmp_path / "run/version_0/metrics.csv") as file:
+        rows = list(csv.DictReader(file))
+    assert [int(row["epoch"]) + 1 for row in rows if row["val_loss"]] == seen.judged
+    assert "epoch" not in run.logged_metrics
+    assert re.search(r"after 2 rounds: val_loss .* \(of round 1\), \d", " ".join(capsys.readouterr().out.split()))
+
+
+def test_the_last_line_names_the_round_of_its_figures_and_a_round_that_was_cut(tmp_path, capsys):
+    run = trainer(tmp_path, loop(participants=[[0, 1], [1, 2, 3]], summary=True), max_epochs=2, max_steps=8)
+    fit(run, Module(), Data())
+    said = " ".join(capsys.readouterr().out.split())
+    assert re.search(r"after 2 rounds, the last one cut after 1 of 3 clients: val_loss .* \(of round 1\), \d", said)
 
 
 def test_a_round_shorter_than_the_interval_is_validated_at_its_end(tmp_path):
