@@ -53,10 +53,10 @@ _READING_HOOKS = (
     "on_train_end",
 )
 _SAMPLED_STEPS = sorted({*range(1000), *range(1000, 10**6, 1000), *(2**power for power in range(10, 40))})
-_COUNT_ALL_CLIENTS = {
-    "global_step": "which counts the optimizer steps of all clients one after another: use batch_idx, which counts a"
-    " client's own batches, or current_epoch, which counts rounds",
-}
+_OUTSIDE_OF_STEPS = (
+    *("configure_optimizers", "lr_scheduler_step", "on_train_epoch_start"),
+    *("optimizer_step", "optimizer_zero_grad", "on_before_optimizer_step", "configure_gradient_clipping"),
+)
 _BETWEEN_CLIENTS = (
     *("on_fit_start", "on_train_start", "on_train_epoch_start", "on_train_epoch_end", "on_train_end", "on_fit_end"),
     *("on_save_checkpoint", "on_load_checkpoint"),
@@ -514,10 +514,11 @@ def notes(module: pl.LightningModule, buffers: BufferPolicy, schedulers: Sequenc
             f"buffers='local' keeps the statistics of {layers} BatchNorm layers with their clients: the global"
             " model is validated with those it began with."
         )
-    for attribute, meaning in {**_COUNT_ALL_CLIENTS, **_COUNT_CLIENTS}.items():
-        readers = _readers_of(module, attribute)
-        if attribute in _COUNT_CLIENTS:
-            readers = [name for name in readers if name in _BETWEEN_CLIENTS]
+    outside = [name for name in _readers_of(module, "global_step") if name in _OUTSIDE_OF_STEPS]
+    if outside:
+        found.append(global_step_note(module, outside))
+    for attribute, meaning in _COUNT_CLIENTS.items():
+        readers = [name for name in _readers_of(module, attribute) if name in _BETWEEN_CLIENTS]
         if readers:
             found.append(f"{', '.join(readers)} of {type(module).__name__} reads {attribute}, {meaning}.")
     bypassed = [
@@ -535,6 +536,21 @@ def notes(module: pl.LightningModule, buffers: BufferPolicy, schedulers: Sequenc
     if schedulers and not module.automatic_optimization:
         found.append("manual optimization: every learning rate scheduler is wound back at each client's start.")
     return found
+
+
+def global_step_note(module: pl.LightningModule, readers: Sequence[str]) -> str:
+    """A sentence on methods of a module that read ``global_step``."""
+    return (
+        f"{', '.join(readers)} of {type(module).__name__} reads global_step, which counts the optimizer steps of all"
+        " clients one after another: use batch_idx, which counts a client's own batches, or current_epoch, which counts"
+        " rounds."
+    )
+
+
+def readers_in_steps(module: pl.LightningModule) -> list[str]:
+    """The names of methods that read ``global_step`` and that a training step may call."""
+    readers = _readers_of(module, "global_step")
+    return [name for name in readers if name not in (*_OUTSIDE_OF_STEPS, *_BETWEEN_CLIENTS)]
 
 
 def resume_notes(trainer: Any) -> list[str]:

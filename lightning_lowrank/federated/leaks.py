@@ -220,13 +220,19 @@ class Isolation:
     - Buffers outside of the state dict get their values at the start of the fit back.
     - A buffer that is replaced by assignment is filled in place instead, so that sending and loading reach it.
     - Frozen parameters that change are refused, unless ``FederatedLoop(ema_parameters=...)`` has them averaged.
-    - Attributes that change may be running totals of an epoch. A warning names those that the first two clients change.
+    - Attributes that the first two clients change are `suspects`, which may reach later clients.
     - Gradients that a module left in manual optimization are dropped.
 
     Args:
         trainer: The trainer, with its optimizers set up.
         stacked: Whether clients step together. Their steps reach neither buffers nor attributes of the module, but
             attributes of the optimizers.
+
+    Attributes:
+        suspects: Names of the module's attributes that clients have changed.
+        shadows: The names among them of tensors that are changed in place and have a parameter's shape, as moving
+            averages are.
+        watched: Number of clients that have ended of those whose attributes are compared.
     """
 
     def __init__(self, trainer: Any, stacked: bool) -> None:
@@ -238,6 +244,9 @@ class Isolation:
         self._not_sent = [(each, each.tensor.detach().clone()) for each in buffers if id(each.tensor) not in sent]
         self._rewritten: set[str] = set()
         self._named: set[str] = set()
+        self.suspects: list[str] = []
+        self.shadows: list[str] = []
+        self.watched = 0
         self._to_watch = _WATCHED_CLIENTS
 
     def begin_round(self) -> None:
@@ -264,22 +273,24 @@ class Isolation:
         refuse_frozen(self._guard.changed())
         self._rewritten |= self._guard.rewritten
         if self._attributes is not None:
-            self._warn_of([each for each in self._attributes.changed() if each not in self._named])
+            names = [each for each in self._attributes.changed() if each not in self._named]
+            self._named.update(names)
+            if names and self._stacked:
+                rank_zero_warn(
+                    f"steps change what an optimizer holds beside its state: {listed(names)}. It goes on from one"
+                    " client to the next, whatever optimizer_state says: keep it in the optimizer's state or"
+                    " param_groups."
+                )
+            self.suspects += names
+            shapes = {value.shape for value in self._module.parameters() if value.requires_grad}
+            self.shadows += [name for name, shape in self._attributes.averages() if shape in shapes]
             self._to_watch -= 1
+            self.watched += 1
 
-    def _warn_of(self, names: Sequence[str]) -> None:
-        self._named.update(names)
-        if names and self._stacked:
-            rank_zero_warn(
-                f"steps change what an optimizer holds beside its state: {listed(names)}. It goes on from one"
-                " client to the next, whatever optimizer_state says: keep it in the optimizer's state or param_groups."
-            )
-        elif names:
-            rank_zero_warn(
-                f"training changes attributes of the module: {listed(names)}. They go on from one client"
-                " to the next and are not averaged. Register what belongs to the model as a buffer, so that each"
-                " client starts from the global value; totals of an epoch count the steps of all clients."
-            )
+    @property
+    def is_over(self) -> bool:
+        """Whether the attributes of no further client are compared."""
+        return self._to_watch == 0
 
     @torch.no_grad()
     def put_back(self) -> None:
@@ -346,6 +357,15 @@ class _Attributes:
         outer = (name for name in found if not any(name.startswith(f"{other}.") for other in found))
         return [as_code(name).split(".", 1)[1] for name in sorted(outer)]
 
+    def averages(self) -> Iterator[tuple[str, torch.Size]]:
+        """The names and shapes of floating-point tensors that have been changed in place."""
+        rewritten, present = {*self._tensors.changed()}, self._present()
+        tensors: dict[str, Any] = {name: value for (name, kind), value in self._values.items() if kind is Tensor}
+        for name, value in sorted(tensors.items()):
+            same = name in rewritten and present.get((name, Tensor)) is value
+            if same and isinstance(value, Tensor) and value.is_floating_point():
+                yield as_code(name).split(".", 1)[1], value.shape
+
     def _present(self) -> dict[tuple[str, type], Any]:
         """The values by name and kind."""
         trainer, module = self._trainer, self._trainer.lightning_module
@@ -371,7 +391,7 @@ class _Attributes:
             return {name: value for name, value in vars(each).items() if name not in names}
 
         if not self._of_optimizers:
-            return without(self._trainer.lightning_module, _names_of_lightning())
+            return without(self._trainer.lightning_module, names_of_lightning())
         others = [
             each for each in self._trainer.optimizers if not type(each).__module__.startswith("lightning_lowrank.")
         ]
@@ -379,7 +399,7 @@ class _Attributes:
 
 
 @functools.cache
-def _names_of_lightning() -> frozenset[str]:
+def names_of_lightning() -> frozenset[str]:
     """The attributes that Lightning keeps on each module."""
     return frozenset({*vars(pl.LightningModule()), *dir(pl.LightningModule)} - {"_modules"})
 

@@ -57,6 +57,8 @@ class LocalTraining(OfTheRun):
         steps = OwnSteps.of(execution.algorithm)
         self._own_update = None if inherits(steps, "local_update") else steps.local_update
         self._batches: Iterator[Any] | None = None
+        self.look: Callable[[Any], None] | None = None
+        """Called with a client's first batch before its first step."""
         self.made = 0
         """Number of steps that have been made in the present turn."""
         self._chunk: Chunk
@@ -151,6 +153,8 @@ class LocalTraining(OfTheRun):
             self.in_step = True
             turns.begin_step(number, number == last, self._group)
             batch = self._next_batch()
+            if number == 0 and self.look is not None:
+                self.look(batch)
             self._execution.before_batch(number)
             self.logbook.begin_step(batch)
             if turns.starts_are_heard and turns.tell_start(batch, number):

@@ -15,13 +15,15 @@ from typing import Any
 import numpy as np
 import torch
 from lightning.fabric.utilities import move_data_to_device
-from lightning.pytorch.utilities import rank_zero_info
+from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor
 
 from lightning_lowrank.aggregation.aggregator import home_of
 from lightning_lowrank.arguments import listed
+from lightning_lowrank.federated.carried import CarriedValues
+from lightning_lowrank.federated.checks import global_step_note, readers_in_steps
 from lightning_lowrank.federated.client_evaluation import FurtherModels
 from lightning_lowrank.federated.client_optimizers import ClientOptimizers
 from lightning_lowrank.federated.client_states import ClientStates
@@ -134,6 +136,8 @@ class Rounds(OfTheRun):
         self._before_client: dict[str, Any] = {}
         self._failed_alike: dict[str, list[int]] = {}
         self._lone_named = False
+        self._readers: list[str] = []
+        self._carried: CarriedValues | None = None
         if processes is not None:
             check_processes(processes, trainer, self._algorithm, settings.experiment_seed, data)
 
@@ -152,6 +156,12 @@ class Rounds(OfTheRun):
     def start(self) -> Callable[[], None]:
         """Let the algorithm train in its own way, where it has one, and return what ends that."""
         self._isolation = Isolation(self._trainer, self.execution.stacked)
+        readers = readers_in_steps(self._module)
+        if readers and self.execution.stacked:
+            rank_zero_warn(global_step_note(self._module, readers))
+        self._readers = readers
+        self._carried = None
+        self._local.look = None if self.execution.stacked else self._look
         ends = ExitStack()
         if not inherits(self._algorithm, "before_step"):
             ends.callback(refuse_unseen_steps(self._trainer, type(self._algorithm).__name__))
@@ -288,9 +298,22 @@ class Rounds(OfTheRun):
             if not chunk.clients:
                 return chunk
         self._optimizers.take_options(chunk.clients[0])
+        if self._local.look is not None and self._carried is None:
+            self._carried = CarriedValues(self._trainer)
         self._isolation.begin_client()
         self._progress.chunk_open = True
         return chunk
+
+    def _look(self, batch: Any) -> None:
+        """Warn once of what earlier clients have left that changes a later client's first step, on ``batch``."""
+        isolation = self._isolation
+        if not isolation.watched or self._carried is None:
+            return
+        if self._readers and self._carried.global_step_reaches(batch):
+            rank_zero_warn(global_step_note(self._module, self._readers))
+        self._readers = []
+        if self._carried.warn_of(isolation.suspects, isolation.shadows, batch) or isolation.is_over:
+            self._local.look = self._carried = None
 
     def _end_chunk(self, steps: int) -> None:
         """Hand over what the open clients send, the longest of which has made so many steps."""

@@ -383,6 +383,24 @@ def validation_logged_for(trainer: Any, epoch: int) -> AbstractContextManager[No
     return replaced(connector, log_eval_end_metrics=logged)
 
 
+@contextmanager
+def with_global_step(trainer: Any) -> Iterator[Callable[[int], None]]:
+    """Give what sets ``trainer.global_step``, which is put back at the end."""
+    loop = trainer.fit_loop.epoch_loop
+    automatic = loop.automatic_optimization.optim_progress.optimizer.step.total
+    counts = automatic if trainer.lightning_module.automatic_optimization else loop.manual_optimization
+    counts = counts if counts is automatic else counts.optim_step_progress.total
+    before = counts.completed
+
+    def set_global_step(number: int) -> None:
+        counts.completed = number
+
+    try:
+        yield set_global_step
+    finally:
+        counts.completed = before
+
+
 def stops_now(trainer: pl.Trainer) -> bool:
     """Return whether the fit ends after this batch, in the middle of an epoch or not."""
     if trainer.max_steps != -1 and trainer.global_step >= trainer.max_steps:

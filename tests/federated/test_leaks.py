@@ -1,5 +1,6 @@
 """What a client's steps leave on the module never reaches the next client without a word."""
 
+import re
 import warnings
 from collections import deque
 from copy import deepcopy
@@ -248,6 +249,90 @@ class Remembering(Base):
         return self.ones
 
 
+class Totals(Base):
+    """Keeps what nothing trains by: totals, a counter of plots, the last batch, and outputs for the epoch's end."""
+
+    def __init__(self):
+        super().__init__()
+        self.losses, self.outputs, self.plots, self.seen = [], [], [], 0
+
+    def training_step(self, batch, batch_idx):
+        loss = super().training_step(batch, batch_idx)
+        self.last, self.largest = batch, max(getattr(self, "largest", 0.0), loss.item())
+        self.losses.append(loss.item())
+        self.seen += len(batch[0])
+        if self.seen % 2 == 0 or self.global_step % 2 == 0:
+            self.plots.append(self.seen)
+        self.log("seen", float(self.seen))
+        return loss
+
+    def on_train_batch_end(self, outputs, batch, batch_idx):
+        self.outputs.append(outputs["loss"].detach() if isinstance(outputs, dict) else outputs.detach())
+
+    def on_train_epoch_end(self):
+        self.log("mean", torch.stack(self.outputs).mean())
+        assert self.global_step
+        self.outputs.clear()
+
+
+class TotalsByHand(ByHand):
+    def __init__(self):
+        super().__init__()
+        self.losses = []
+
+    def training_step(self, batch, batch_idx):
+        super().training_step(batch, batch_idx)
+        self.losses.append(self.global_step)
+
+
+class WarmUp(Base):
+    """No client of the first round reaches its end."""
+
+    def __init__(self):
+        super().__init__()
+        self.steps = 0
+
+    def scale(self, batch_idx):
+        self.steps += 1
+        return 0.5 if self.steps < 500 else 1.0
+
+
+class OddSteps(WarmUp):
+    def scale(self, batch_idx):
+        self.steps += 1
+        return 2.0 if self.steps % 10 == 1 else 1.0
+
+
+class CountingByHand(ByHand):
+    def __init__(self):
+        super().__init__()
+        self.steps = 0
+
+    def training_step(self, batch, batch_idx):
+        self.steps += 1
+        super().training_step(batch, self.steps)
+
+
+class InHook(WarmUp):
+    def scale(self, batch_idx):
+        return self.weight
+
+    def on_train_batch_start(self, batch, batch_idx):
+        self.steps += 1
+        self.weight = 1 / self.steps
+
+
+class WarmUpByGlobalStep(Base):
+    def scale(self, batch_idx):
+        return 0.5 if self.global_step < 500 else 1.0
+
+
+class RatesByGlobalStep(Base):
+    def optimizer_step(self, epoch, batch_idx, optimizer, closure):
+        optimizer.param_groups[0]["lr"] = 0.1 / (1 + self.trainer.global_step)
+        super().optimizer_step(epoch, batch_idx, optimizer, closure)
+
+
 class Counted(torch.optim.SGD):
     def __init__(self, *arguments, **keywords):
         super().__init__(*arguments, **keywords)
@@ -400,12 +485,33 @@ def test_patterns_of_other_parameters_are_refused(patterns, said):
         (Weighted, r"attributes of the module: table\.weight"),
         (Normalized, r"attributes of the module: scale\.mean"),
         (Shadowed, r"attributes of the module: shadow\.values\.0"),
+        (WarmUp, "attributes of the module: steps"),
+        (OddSteps, "attributes of the module: steps"),
+        (CountingByHand, "attributes of the module: steps"),
+        (InHook, "attributes of the module: .*steps"),
         (ByGlobalStep, "scale of ByGlobalStep reads global_step"),
+        (WarmUpByGlobalStep, "scale of WarmUpByGlobalStep reads global_step"),
+        (RatesByGlobalStep, "optimizer_step of RatesByGlobalStep reads global_step"),
     ],
 )
-def test_what_cannot_be_put_right_is_named(kind, named):
-    with pytest.warns(UserWarning, match=named):
+def test_what_cannot_be_put_right_is_named_once(kind, named):
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
         federated(kind)
+    said = [str(each.message) for each in told if re.search("training changes|reads global_step", str(each.message))]
+    assert len(said) == 1
+    assert re.search(named, said[0])
+
+
+@pytest.mark.parametrize("kind", [Totals, TotalsByHand])
+def test_attributes_that_no_step_reads_are_not_warned_of_and_stay(kind):
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", message="training changes|.*reads global_step")
+        module = federated(kind)
+    torch.testing.assert_close(module.state_dict(), expected(kind))
+    # 3, 2 and 2 batches: what was tried has left nothing.
+    assert len(module.losses) == 7
+    assert getattr(module, "seen", 23) == 23
 
 
 def test_nothing_is_said_of_what_no_client_leaves():

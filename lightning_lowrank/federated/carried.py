@@ -1,0 +1,180 @@
+"""Whether what a client's steps leave in attributes of the module reaches the next client's steps.
+
+`Isolation` asks before it warns: most attributes that change are totals, caches and counters that nothing trains by.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+from lightning.pytorch.loggers.logger import DummyLogger
+from lightning.pytorch.utilities import rank_zero_warn
+from lightning.pytorch.utilities.seed import isolate_rng
+from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
+from torch import Tensor
+from torch.optim import Optimizer
+from torchmetrics import Metric, MetricCollection
+
+from lightning_lowrank.arguments import listed
+from lightning_lowrank.federated.execution.snapshot import Snapshot
+from lightning_lowrank.federated.leaks import names_of_lightning, reachable
+from lightning_lowrank.federated.state import trained_tensors
+from lightning_lowrank.internals.advance import loss_of
+from lightning_lowrank.internals.lightning import overrides, with_global_step
+from lightning_lowrank.internals.replaced import replaced
+
+_MANY_STEPS = 1000
+"""Factor by which counters are advanced, so that a step tells of a warm-up that no client has reached yet."""
+
+
+class CarriedValues:
+    """The attributes of a module as the fit's first client finds them, to be compared in a step of a later client.
+
+    Args:
+        trainer: The trainer, before the first client's first step.
+    """
+
+    def __init__(self, trainer: Any) -> None:
+        self._trainer, self._module = trainer, trainer.lightning_module
+        self._root = vars(self._module)
+        module = self._module
+        schedulers = [config.scheduler for config in trainer.lr_scheduler_configs]
+        apart = {id(each) for each in (*module.parameters(), *module.buffers(), *trainer.optimizers, *schedulers)}
+        kinds = (Metric, MetricCollection, Optimizer)
+        items = reachable("self", module, lambda item: id(item) in apart or isinstance(item, kinds))
+        self._containers: list[tuple[Any, Any]] = []
+        self._tensors: list[tuple[Tensor, Tensor]] = []
+        for _, item in items:
+            if isinstance(item, (dict, list, set, deque)):
+                self._containers.append((item, item.copy()))
+            elif isinstance(item, Tensor) and item.layout is torch.strided:
+                self._tensors.append((item, item.detach().clone()))
+
+    def warn_of(self, names: Sequence[str], shadows: Sequence[str], batch: Any) -> bool:
+        """Name the attributes by which the next client's step, on ``batch``, is another; return if there are any.
+
+        A moving average that no step reads is named, too: a validation or a checkpoint may.
+        """
+        named = names if names and self._reach(batch) else shadows
+        if named:
+            rank_zero_warn(
+                f"training changes attributes of the module: {listed(named)}. They go on from one client to the next"
+                " and are not averaged. Register what belongs to the model as a buffer, so that each client starts from"
+                " the global value."
+            )
+        return bool(named)
+
+    def _reach(self, batch: Any) -> bool:
+        """Whether a step on ``batch`` is another with the attributes as they are now than as they were.
+
+        Counters are tried with much larger numbers as well. All is put back. A step that cannot be tried counts as
+        another one.
+        """
+        far = self._far_numbers()
+
+        def begin_with_far() -> None:
+            self._put_back()
+            for container, key, value in far:
+                container[key] = value
+
+        return self._differ(batch, [self._put_back, lambda: None, *([begin_with_far] if far else [])])
+
+    def global_step_reaches(self, batch: Any) -> bool:
+        """Whether a step on ``batch`` depends on ``global_step``, also on a much larger one."""
+        with with_global_step(self._trainer) as set_global_step:
+            steps = self._trainer.global_step
+            tried = (0, steps, _MANY_STEPS * steps + 1)
+            return self._differ(batch, [lambda number=number: set_global_step(number) for number in tried])
+
+    def _differ(self, batch: Any, ways: list[Any]) -> bool:
+        gradients = [(value, value.grad) for value in self._module.parameters()]
+        try:
+            schedulers = [config.scheduler for config in self._trainer.lr_scheduler_configs]
+            snapshot = Snapshot(self._module, (*self._trainer.optimizers, *schedulers))
+        except Exception:
+            return True
+        try:
+            first = None
+            for begin in ways:
+                begin()
+                with self._unseen(), isolate_rng():
+                    found = self._step(batch)
+                snapshot.restore()
+                if first is not None and _differ(first, found):
+                    return True
+                first = found if first is None else first
+            return False
+        except Exception:
+            return True
+        finally:
+            snapshot.restore()
+            for value, gradient in gradients:
+                value.grad = gradient
+
+    def _step(self, batch: Any) -> list[Tensor]:
+        """The loss, gradients and tensors of a step."""
+        module: pl.LightningModule = self._module
+        for value in module.parameters():
+            value.grad = None
+        takes_index = is_param_in_hook_signature(module.training_step, "batch_idx", min_args=2)
+        if overrides(module, "on_train_batch_start"):
+            module.on_train_batch_start(batch, 0)
+        with self._trainer.precision_plugin.train_step_context():
+            output = module.training_step(batch, 0) if takes_index else module.training_step(batch)
+        loss = loss_of(output) if module.automatic_optimization else None
+        if loss is not None:
+            loss.backward()
+        if overrides(module, "on_train_batch_end"):
+            module.on_train_batch_end(output, batch, 0)
+        found = [value.detach().clone() for value in trained_tensors(module).values()]
+        if module.automatic_optimization:
+            found += [] if loss is None else [loss.detach().clone()]
+            found += [torch.zeros(()) if value.grad is None else value.grad.clone() for value in module.parameters()]
+        return found
+
+    @contextmanager
+    def _unseen(self) -> Iterator[None]:
+        silent = replaced(self._trainer, loggers=[DummyLogger() for _ in self._trainer.loggers])
+        with silent, replaced(self._module, log=lambda *arguments, **keywords: None):
+            yield
+
+    @torch.no_grad()
+    def _put_back(self) -> None:
+        for container, before in self._containers:
+            if isinstance(container, dict):
+                kept = names_of_lightning() if container is self._root else ()
+                for key in [key for key in container if key not in before and key not in kept]:
+                    del container[key]
+                container.update({key: value for key, value in before.items() if key not in kept})
+            else:
+                container.clear()
+                (container.update if isinstance(container, set) else container.extend)(before)
+        for tensor, before in self._tensors:
+            tensor.data.copy_(before)
+
+    def _far_numbers(self) -> list[tuple[Any, Any, Any]]:
+        """The numbers that have changed, as many times further, with their containers and keys."""
+        found = []
+        for container, before in self._containers:
+            kept = names_of_lightning() if container is self._root else ()
+            for key, value in before.items() if isinstance(before, dict) else ():
+                now = container.get(key)
+                if key in kept or type(value) not in (int, float) or type(now) is not type(value) or now == value:
+                    continue
+                # An odd number of steps more tells of every second step.
+                far = value + _MANY_STEPS * (now - value) + (type(value) is int)
+                found += [(container, key, far)] if math.isfinite(far) else []
+        return found
+
+
+def _differ(one: list[Tensor], other: list[Tensor]) -> bool:
+    if len(one) != len(other):
+        return True
+    pairs = zip(one, other, strict=True)
+    return any(a.shape != b.shape or not torch.allclose(a, b, rtol=1e-5, equal_nan=True) for a, b in pairs)
