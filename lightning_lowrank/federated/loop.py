@@ -468,9 +468,9 @@ class FederatedLoop(FederatedSettings, Callback):
 
     def _cut(self) -> str:
         """How many of the last round's clients have trained, if the fit stopped before all of them had."""
-        plan, coordinator = self.plan, self.rounds.coordinator
+        plan, answers = self.plan, self.rounds.exchange.answers
         drawn = 0 if plan is None else len(plan.clients)
-        trained = len(coordinator.answered) + len(coordinator.failed)
+        trained = len(answers.answered) + len(answers.failed)
         return f", the last one cut after {trained} of {drawn} clients" if trained < drawn else ""
 
     # Steps

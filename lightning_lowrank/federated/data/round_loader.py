@@ -76,6 +76,7 @@ class RoundLoader:
         self._plan = plan
         self._position = position
         self._randomness = randomness
+        self._loader, self._change = loader, change
         self._reader = BatchReader(loader, self.requests, change, device_data, training=True)
         self.batches = self._reader.batches
 
@@ -123,8 +124,15 @@ class RoundLoader:
         They are read outside any round. There are fewer than ``steps`` where the clients have fewer.
         """
         requests = list(islice(self._chunk_requests(round_number, chunk), steps))
-        read = self.batches.__getitems__
-        return [read(each) for each in requests], [read(each) for each in requests[0][:steps]]
+        wanted: list[Request | Requests] = [*requests, *requests[0][:steps]]
+        try:
+            found = [self.batches.__getitems__(each) for each in wanted]
+        except Exception:
+            if not self._loader.num_workers:
+                raise
+            # The dataset may be one that only workers can read.
+            found = list(BatchReader(self._loader, lambda: wanted, self._change).read())
+        return found[: len(requests)], found[len(requests) :]
 
     def _chunk_requests(self, round_number: int, chunk: Chunk) -> Iterator[Requests]:
         """Yield what the clients that are still active read, step by step."""

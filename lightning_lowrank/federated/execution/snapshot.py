@@ -47,7 +47,8 @@ class Snapshot:
     def __init__(self, module: nn.Module, optimizers: Sequence[Optimizer] = (), dataset: Dataset | None = None) -> None:
         self._frozen = {id(tensor) for tensor in frozen_parameters(module).values()}
         items = [each for root in (module, *optimizers) for each in reachable("self", root)]
-        while dataset is not None:
+        # A list of samples has no attributes.
+        while hasattr(dataset, "__dict__"):
             around = reachable("dataset", vars(dataset), lambda item: isinstance(item, (Tensor, np.ndarray)))
             items += [each for each in around if not hasattr(type(each[1]), "__next__")]
             dataset = vars(dataset).get("dataset")

@@ -22,7 +22,7 @@ from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.loggers.logger import DummyLogger
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import nn
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import DataLoader, Dataset, TensorDataset, get_worker_info
 from torchmetrics import MeanMetric
 
 from lightning_lowrank import (
@@ -38,7 +38,7 @@ from lightning_lowrank.federated.execution import auto, memory, stack
 from lightning_lowrank.federated.execution.channels_last import ChannelsLast
 from tests.federated.execution.runs import OPTIMIZERS, UNEVEN, Double, Item, Kept, Reader, assert_close, both, run
 from tests.grids import daily
-from tests.helpers import Data, Module, draw, fit, network, trainer, weights
+from tests.helpers import Data, Module, blobs, draw, fit, network, trainer, weights
 
 
 @pytest.mark.slow
@@ -62,6 +62,34 @@ def normed():
 
 
 time_both = auto.time_both
+
+
+def test_steps_are_tried_on_a_list_of_samples(tmp_path, capsys):
+    loop = FederatedLoop(FedAvg(), partition=FromIndices(UNEVEN), execution="auto", summary=False)
+    loader = DataLoader([blobs()[index] for index in range(103)], batch_size=8)
+    trainer(tmp_path, loop, max_epochs=1, limit_val_batches=0).fit(Module(), loader)
+    said = capsys.readouterr().out
+    assert "ms together" in said
+    assert "trial" not in said
+
+
+class OfWorkers(Dataset):
+    def __len__(self):
+        return 103
+
+    def __getitem__(self, index):
+        if get_worker_info() is None:
+            raise OSError("a file that only workers open")
+        return tuple(tensor[index] for tensor in blobs().tensors)
+
+
+def test_steps_are_tried_on_a_dataset_that_only_workers_can_read(tmp_path, capsys):
+    loop = FederatedLoop(FedAvg(), partition=FromIndices(UNEVEN), execution="auto", summary=False)
+    loader = DataLoader(OfWorkers(), batch_size=8, num_workers=1)
+    trainer(tmp_path, loop, max_epochs=1, limit_val_batches=0).fit(Module(), loader)
+    said = capsys.readouterr().out
+    assert "execution='auto'" in said
+    assert "trial" not in said
 
 
 @pytest.mark.slow
