@@ -244,12 +244,13 @@ class ClientIndices:
         axes = figure.add_subplot()
         cells = counts.nonzero()
         held = counts[cells[:, 0], cells[:, 1]]
-        points_per_cell = 72 * min(width / len(self), height / columns)
+        points_per_cell = 72 * min(width / (len(self) + 1), height / (columns + 1))
         largest = int(held.max()) if len(held) else 1
         areas = max(1.5 * points_per_cell, 4.0) ** 2 * held / largest
-        axes.scatter(cells[:, 0].numpy(), cells[:, 1].numpy(), s=areas.numpy(), alpha=0.7, linewidths=0)
-        axes.set_xlim(-0.5, len(self) - 0.5)
-        axes.set_ylim(-0.5, columns - 0.5)
+        axes.scatter(cells[:, 0].numpy(), cells[:, 1].numpy(), s=areas.numpy(), alpha=0.7, linewidths=0, clip_on=False)
+        # The largest disc has a radius of 0.75 cells.
+        axes.set_xlim(-0.9, len(self) - 0.1)
+        axes.set_ylim(-0.9, columns - 0.1)
         axes.xaxis.set_major_locator(MaxNLocator(integer=True))
         axes.yaxis.set_major_locator(MaxNLocator(integer=True))
         axes.set_xlabel("client")

@@ -138,6 +138,19 @@ def test_plot_draws_a_disc_for_each_pair_that_occurs(tmp_path):
     assert (tmp_path / "new" / "partition.png").stat().st_size > 1000
 
 
+@pytest.mark.parametrize(("clients", "labels"), [(2, 2), (20, 10), (200, 3)])
+def test_plot_shows_whole_discs(clients, labels):
+    indices = ClientIndices([[client] for client in range(clients)], clients)
+    figure = indices.plot(torch.arange(clients) % labels)
+    figure.draw_without_rendering()
+    axes = figure.axes[0]
+    discs = axes.collections[0]
+    centres = axes.transData.transform(discs.get_offsets()) * 72 / figure.dpi
+    radii = discs.get_sizes()[:, None] ** 0.5 / 2
+    corners = axes.get_window_extent().get_points() * 72 / figure.dpi
+    assert ((centres - radii >= corners[0] - 1) & (centres + radii <= corners[1] + 1)).all()
+
+
 def test_plot_leaves_pyplot_alone():
     import matplotlib.pyplot as plt
 
