@@ -37,8 +37,9 @@ def recipe(name: str) -> dict[str, Any]:
     is_operator = name not in lightning_lowrank.algorithms.__all__
     algorithm: Any = {"class_path": name, "init_args": entry["algorithm"]} if "algorithm" in entry else name
     if is_operator:
-        algorithm = {"class_path": "FedLoRA", "init_args": {"operator": name}}
-    lowrank = {**LORA, "allow_larger": True} if entry.get("lora") else entry.get("lowrank")
+        algorithm = {"class_path": "FedLoRA", "init_args": {"operator": name, **entry.get("ranks", {})}}
+    lora = {**LORA, "alpha": entry.get("alpha", LORA["alpha"]), "allow_larger": True}
+    lowrank = lora if entry.get("lora") else entry.get("lowrank")
     sizes = {"in_features": 64, "hidden": [256, 256]}
     network: dict[str, Any] = entry.get("network", {"class_path": "lightning_lowrank.models.MLP", "init_args": sizes})
     if "ensemble" in entry:

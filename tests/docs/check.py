@@ -21,16 +21,16 @@ from lightning_lowrank import algorithms, lora
 from tests.docs.page import CHECKED, DOCS, FOLLOWED, LANGUAGES, PAGES, README, ROOT, blocks
 from tests.zoo.registry import GALLERIES, MissingExtra, load
 
-MADE = ("methods/", "reference/", "measured/")
-"""Folders of pages that are made when the site is built, which checks links to them."""
+MADE = ("methods/", "reference/", "measured/", "changelog.md")
+"""Pages, and folders of pages, that are made when the site is built, which checks links to them."""
 _TEXTS = (".py", ".md", ".yaml", ".toml")
 
 
 def readme() -> Iterator[str]:
     text = README.read_text(encoding="utf-8")
     lines = len(text.splitlines())
-    if lines > 180:
-        yield f"README.md has {lines} lines, and at most 180 are wanted"
+    if lines > 150:
+        yield f"README.md has {lines} lines, and at most 150 are wanted"
     table = text.split("## The methods")[1].split("\n## ")[0]
     for name in algorithms.__all__:
         if f"`{name}`" not in table:

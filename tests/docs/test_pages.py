@@ -60,7 +60,7 @@ def stand_in_for_downloads(monkeypatch):
 
     @functools.wraps(fit)
     def two_batches(self, *given, **named):
-        if any(isinstance(each, CIFAR10) for each in given):
+        if any(isinstance(each, CIFAR10) for each in (*given, *named.values())):
             self.fit_loop.max_epochs = 1
             self.limit_train_batches = self.limit_val_batches = 2
         return fit(self, *given, **named)
@@ -93,7 +93,20 @@ def check_lora(names):
     assert names["trainer"].callback_metrics["comm/ratio"] < 0.1
 
 
-AFTERWARDS = {"README.md": check_readme, "docs/howto/compress.md": check_compress, "docs/howto/lora.md": check_lora}
+def check_notebook(names):
+    dense, small = names["dense"], names["small"]
+    assert len(dense.accuracy) == len(small.accuracy) == 10
+    assert small.megabytes[-1] < dense.megabytes[-1] / 10
+    assert min(small.accuracy[-1], dense.accuracy[-1]) > 0.8
+    assert len(names["axes"].lines) == 2
+
+
+AFTERWARDS = {
+    "README.md": check_readme,
+    "docs/howto/compress.md": check_compress,
+    "docs/howto/lora.md": check_lora,
+    "docs/tutorials/notebook.md": check_notebook,
+}
 """What the names of a page's Python must hold at its end, beyond what the page prints."""
 LONG = (
     "docs/index.md",
