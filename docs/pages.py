@@ -376,12 +376,12 @@ python docs/gallery.py
 
 It is one run of each, on a small problem, and says what a method costs, not which one is best:
 [Which method?](../which_method.md) helps to choose. Settings are not tuned, except that LoRA's operators have the best
-learning rate of 0.05, 0.1, 0.2 and 0.5, and Ravan that of 0.1, 0.5, 1 and 2. On your own clients they may rank otherwise:
-[Your federated files](../howto/files.md) reads and judges those.
+learning rate of 0.05, 0.1, 0.2 and 0.5, and Ravan that of 0.1, 0.5, 1 and 2. On your own clients they may rank
+otherwise: [Your federated files](../howto/files.md) reads and judges those.
 
-Clients of `RBLA`, `ZeroPadding` and `RaFLoRA` have ranks 8, 4 and 2 in turn, and `alpha` is 4 in place of 16, because the scale
-α/r grows as the rank falls; with equal ranks the first two are `ProductSum` and the third is `SumProduct`. Clients of `LoRAA2`
-upload 24, 12 or 6 of 24 ranks; with all of them it is `RoLoRA`. Each has the best learning rate of 0.05, 0.1, 0.2 and 0.5.
+Clients of `RBLA`, `ZeroPadding` and `RaFLoRA` have ranks 8, 4 and 2 in turn, and `alpha` is 4 in place of 16, because
+the scale α/r grows as the rank falls; with equal ranks the first two are `ProductSum` and the third is `SumProduct`.
+Clients of `LoRAA2` upload 24, 12 or 6 of 24 ranks; with all of them it is `RoLoRA`.
 """
 
 _WIDTH, _HEIGHT = 600, 260

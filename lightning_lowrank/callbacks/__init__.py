@@ -1,4 +1,4 @@
-"""Lightning callbacks that change what is trained, what is kept of it, or what is shown of it."""
+"""Lightning callbacks: conversion to low-rank layers, privacy, checkpoints, progress bars, pictures and monitors."""
 
 from lightning_lowrank.callbacks.convergence_monitor import ConvergenceMonitor
 from lightning_lowrank.callbacks.differential_privacy import DifferentialPrivacy

@@ -63,7 +63,7 @@ class ConvergenceMonitor(Configured, Callback):
         self._trainer: pl.Trainer | None = None
 
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
-        """Refuse another Lightning than the one that this package is for."""
+        """Raise if the trainer is of the older package ``pytorch_lightning``."""
         check_namespace(trainer, pl_module)
 
     def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
@@ -121,7 +121,7 @@ class ConvergenceMonitor(Configured, Callback):
 
 
 def _figures(layers: Sequence[ConvergenceConstants], rate: float) -> dict[str, float]:
-    """Return the figures over the given layers."""
+    """The figures over the given layers."""
 
     def norm(name: str, minus: str | None = None) -> float:
         total = sum(getattr(each, name) - (getattr(each, minus) if minus else 0) for each in layers)
@@ -130,7 +130,7 @@ def _figures(layers: Sequence[ConvergenceConstants], rate: float) -> dict[str, f
     figures = {}
     for constant, name in (("R", "weak"), ("P", "strong_B"), ("Q", "strong_A")):
         distance = norm(name)
-        # The constants are undefined at a learning rate of zero, where a schedule may end.
+        # A schedule may end at a learning rate of zero, where the constants are undefined.
         figures[constant] = distance / rate if rate else math.nan
         figures[f"{constant}_gap"] = (distance - norm(name, f"{name}_gap")) / rate if rate else math.nan
     for name in ("aggregation_error", "broadcast_error"):

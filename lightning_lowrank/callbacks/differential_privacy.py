@@ -39,7 +39,7 @@ _LOGGED_CLIENTS = 32
 
 @dataclasses.dataclass(frozen=True)
 class _Place:
-    """Where a step is: its client (0 without a federation), its round or epoch, and its number there."""
+    """A step's coordinates: client (0 without a federation), round or epoch, and number within it."""
 
     client: int
     round: int
@@ -57,19 +57,19 @@ class DifferentialPrivacy(NeedsPoissonBatches, Configured, Callback):
         + \mathcal{N}(0, (z C)^2)\Big).
 
     The module's own ``training_step`` is called with batches of one sample, mapped over the batch by `torch.func.vmap`,
-    or one after another where it cannot be mapped. So a sample's loss may depend on nothing of the others, and
-    a loss that is a mean over the batch stays that. All that is in the loss is bounded, a method's own terms included
-    (``Algorithm.loss``). The figures that the step logs are not protected, nor is anything that else reads samples: see
+    or one after another where it cannot be mapped. So a sample's loss must not depend on the
+    other samples; a mean over the batch is fine. The gradient of the whole loss is clipped, including a method's own
+    terms (``Algorithm.loss``). Logged figures are not protected, nor is other code that reads samples: see
     ``docs/privacy.md``.
 
-    Without `FederatedLoop` the training loader is replaced by one of Poisson-sampled batches. Beside it (put this
-    callback after it), each client protects its samples against everybody else, the server included. Then ε is each
-    client's own, and that of the whole is the largest, since clients share no sample. Between real sites each site
+    Without `FederatedLoop` the training loader is replaced by one of Poisson-sampled batches. With it (put this
+    callback after it), each client protects its samples against everybody else, the server included. Then each client
+    has its own ε, and the run's ε is the largest of them, since clients share no sample. Between real sites each site
     counts its own ε in its file, and refuses a round that would pass ``target_epsilon``.
 
     Each epoch or round logs ``privacy/epsilon``, and of up to 32 clients ``privacy/epsilon/<client>``. The fit ends
-    before ``target_epsilon`` is passed, with a message. Checkpoints hold what has been spent. Without a federation, a
-    later fit with the same callback goes on with the ε and has noise and batches of its own. `FederatedLoop` refuses a
+    before ``target_epsilon`` is passed, with a message. Checkpoints hold the steps spent. Without a federation, a
+    later fit with the same callback adds to the same ε, with new noise and new batches. `FederatedLoop` refuses a
     second private run from the beginning.
 
     Args:
@@ -132,7 +132,7 @@ class DifferentialPrivacy(NeedsPoissonBatches, Configured, Callback):
         self._forget()
 
     def batch_seed(self, seed: int) -> int:
-        """Return the seed by which samples are drawn: a secret one where ``secure``."""
+        """The seed of the sample draws; a secret one if ``secure``."""
         return seed if self._secret is None else self._secret
 
     def _forget(self) -> None:
@@ -144,7 +144,7 @@ class DifferentialPrivacy(NeedsPoissonBatches, Configured, Callback):
     # Beginning and end of a fit
 
     def setup(self, trainer: Any, pl_module: pl.LightningModule, stage: str) -> None:
-        """Refuse what cannot be protected, and take the training loader's place where there is no `FederatedLoop`."""
+        """Refuse configurations that cannot be private; without a `FederatedLoop`, replace the training loader."""
         if stage != "fit":
             return
         self._forget()
@@ -205,7 +205,7 @@ class DifferentialPrivacy(NeedsPoissonBatches, Configured, Callback):
         self._restore.enter_context(source.replaced_by(_Lazy(self, trainer, source)))
 
     def make_loader(self, trainer: Any, source: TrainLoaderSource) -> PoissonLoader:
-        """Return the loader of Poisson-sampled batches, which is made when Lightning first asks for batches."""
+        """The loader of Poisson-sampled batches; it is built when Lightning first asks for batches."""
         if self._loader is None:
             self._loader = PoissonLoader(
                 check_loader(source.user_loader()),
@@ -219,7 +219,7 @@ class DifferentialPrivacy(NeedsPoissonBatches, Configured, Callback):
         return self._loader
 
     def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Refuse optimizers and methods that would see samples otherwise."""
+        """Refuse optimizers and methods that use samples outside of the clipped gradients."""
         for optimizer in trainer.optimizers:
             if isinstance(optimizer, torch.optim.LBFGS):
                 raise MisconfigurationException(
@@ -238,7 +238,7 @@ class DifferentialPrivacy(NeedsPoissonBatches, Configured, Callback):
             raise MisconfigurationException(f"DifferentialPrivacy {SEED_IS_KNOWN}")
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Find the noise, and stand around the training step."""
+        """Compute the noise multiplier, and wrap the training step."""
         if self._loop is None and self._loader is None:
             return
         if self._noise is None:
@@ -247,7 +247,7 @@ class DifferentialPrivacy(NeedsPoissonBatches, Configured, Callback):
         check_factors_move(pl_module, self._names(pl_module, first), "DifferentialPrivacy")
         own = pl_module.training_step
         if self._loop is not None:
-            # The method's terms read samples as well.
+            # The terms that the method adds to the loss read samples as well, so they are clipped too.
             own = self._loop.rounds.execution.step_of(own)
         gradients = SampleGradients(pl_module, own, self.physical_batch_size, self._round_state)
 
@@ -261,21 +261,21 @@ class DifferentialPrivacy(NeedsPoissonBatches, Configured, Callback):
         self._stop_if_spent(trainer)
 
     def _end_steps(self) -> None:
-        """Give the module its training step back, and the process its generators."""
+        """Restore the module's training step and the global random number generators."""
         self._steps.close()
         if self._loader is not None:
             self._loader.close()
 
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Give the module its training step back."""
+        """Restore the module's training step."""
         self._end_steps()
 
     def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
-        """Give the module its training step back, and the trainer its training loader."""
+        """Restore the module's training step and the trainer's training loader."""
         self.teardown(trainer, pl_module, "fit")
 
     def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
-        """Give the trainer its training loader back."""
+        """Restore the trainer's training loader."""
         self._end_steps()
         self._restore.close()
 
@@ -286,7 +286,7 @@ class DifferentialPrivacy(NeedsPoissonBatches, Configured, Callback):
         return {f"round_state[{number}]": value for number, value in enumerate(tensors_in(kept))}
 
     def _names(self, module: pl.LightningModule, round_number: int) -> list[str]:
-        """Return the names of the parameters that move in a round."""
+        """Names of the parameters that are stepped in a round."""
         still = frozenset() if self._loop is None else ChangesBase.of(self._loop.algorithm).unstepped(round_number)
         return [name for name, value in module.named_parameters() if value.requires_grad and name not in still]
 
@@ -297,7 +297,7 @@ class DifferentialPrivacy(NeedsPoissonBatches, Configured, Callback):
         return _Place(0, trainer.current_epoch, trainer.fit_loop.epoch_loop.batch_idx)
 
     def _kept(self, client: int) -> State:
-        """Return what is kept of a client's privacy."""
+        """A client's privacy account: the part of its state that this callback owns."""
         if self._loop is None:
             return self._own
         open_clients = self._loop.rounds.execution.clients
@@ -305,11 +305,11 @@ class DifferentialPrivacy(NeedsPoissonBatches, Configured, Callback):
         return (self._loop.exchange.states[client] if state is None else state).setdefault(_KEY, {})
 
     def steps_of(self, client: int = 0) -> int:
-        """Return how many steps a client has made in all, each of which has cost something."""
+        """Number of private steps that a client has made in all."""
         return self._kept(client).get("steps", 0)
 
     def mechanism(self, client: int = 0) -> Mechanism:
-        """Return what each of a client's steps releases."""
+        """The mechanism of one of a client's steps: noise and sampling rate, for the accountant."""
         if self._loop is not None:
             loader = self._loop.data.loader
             assert self._loop.indices is not None
@@ -320,11 +320,11 @@ class DifferentialPrivacy(NeedsPoissonBatches, Configured, Callback):
         return Mechanism(self._noise or 1.0, min(self._loader.batch_size, samples), samples)
 
     def epsilon(self, client: int = 0, more: int = 0) -> float:
-        """Return the ε of a client's steps so far, and of so many ``more``."""
+        """ε of a client after its steps so far and ``more`` further steps."""
         return self.mechanism(client).epsilon(self.steps_of(client) + more, self.delta, self.accountant)
 
     def epsilons(self) -> dict[int, float]:
-        """Return by client the ε that its samples have cost; without a federation there is one client, 0."""
+        """ε spent so far, by client; without a federation there is one client, 0."""
         if self._loop is None:
             return {0: self.epsilon()}
         sizes = self._loop.data.divided().sizes.tolist()
@@ -346,7 +346,7 @@ class DifferentialPrivacy(NeedsPoissonBatches, Configured, Callback):
         loader = self._loader if self._loop is None else None
         parts: tuple[int | str, ...]
         if loader is not None:
-            # A later fit, with another trainer, counts its epochs from 0: these draws must be others.
+            # A later fit counts its epochs from 0 again, and must not repeat the draws of the first.
             number = self.steps_of()
             drawn, parts = loader.drawn(number), (self.seed, "privacy noise", number)
             batch_size = min(loader.batch_size, len(loader.samples))
@@ -361,11 +361,11 @@ class DifferentialPrivacy(NeedsPoissonBatches, Configured, Callback):
             live = dict(module.named_parameters())
             loss, sums, logged, settings = gradients.clipped(names, batch, max(len(drawn), 1), self.clip, arguments)
             if not len(drawn):
-                # The batch is one sample that stands for none.
+                # An empty batch is represented by one placeholder sample, whose gradient is not counted.
                 sums = {name: torch.zeros_like(value) for name, value in sums.items()}
             assert self._noise is not None
             noise = gaussian(sums, self._noise * self.clip, *parts, secure=self.secure)
-            # Of higher precision until it is divided, for 16 bits would lose much of it.
+            # Summed in a higher precision: 16 bits would lose much of the sum before it is divided.
             private = {
                 name: ((sums[name].to(each.device) + each) / batch_size).to(live[name].dtype).to(live[name].device)
                 for name, each in noise.items()
@@ -387,14 +387,14 @@ class DifferentialPrivacy(NeedsPoissonBatches, Configured, Callback):
     def on_train_batch_end(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        """Give random number generators back, and end a fit whose budget is spent."""
+        """Restore the global random number generators, and end the fit if the budget is spent."""
         if self._loader is not None:
             self._loader.close()
             if not (trainer.is_last_batch and 0 < (trainer.max_epochs or 0) <= trainer.current_epoch + 1):
                 self._stop_if_spent(trainer)
 
     def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Log what has been spent, and end a fit whose budget is spent."""
+        """Log ε, and end the fit if the budget is spent."""
         if self._loop is None and self._loader is None:
             return
         if self._loop is not None and isinstance(self._loop.exchange, SiteExchange):
@@ -442,7 +442,7 @@ class DifferentialPrivacy(NeedsPoissonBatches, Configured, Callback):
         )
 
     def _stop_if_spent(self, trainer: Any, round_number: int | None = None) -> None:
-        """End the fit where the next step, or the next round of one of its clients, would pass the budget."""
+        """End the fit if the next step, or the next round of one of its clients, would exceed the budget."""
         if self.target_epsilon is None:
             return
         due = {0: 1}
@@ -453,7 +453,7 @@ class DifferentialPrivacy(NeedsPoissonBatches, Configured, Callback):
             if 0 < (trainer.max_epochs or 0) <= number:
                 return
             plan = self._loop.data.planner.plan(number)
-            # A checkpoint may be of the end of a round whose epoch goes on, or of its middle.
+            # A checkpoint may have been written at the end of a round or inside it.
             begun = self._loop.server.round == number and any(map(self.steps_of, plan.clients))
             due = {} if begun else dict(zip(plan.clients, plan.batches, strict=True))
         for client, more in due.items():
@@ -470,7 +470,7 @@ class DifferentialPrivacy(NeedsPoissonBatches, Configured, Callback):
         return "DifferentialPrivacy"
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what has been spent; what clients have spent is with what they keep."""
+        """The steps spent so far in a plain fit; a client's are in the client's own state."""
         return {
             "noise_multiplier": self._noise,
             "own": dict(self._own),
@@ -479,10 +479,10 @@ class DifferentialPrivacy(NeedsPoissonBatches, Configured, Callback):
         }
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Go on from `state_dict`'s result.
+        """Restore `state_dict`'s result.
 
         Raises:
-            MisconfigurationException: If what is protected, or how, is another than in the checkpoint.
+            MisconfigurationException: If the settings of privacy differ from those in the checkpoint.
         """
         before, now = state_dict["arguments"], self._compared()
         changed = [f"{name}={before[name]!r}, now {now[name]!r}" for name in now if before[name] != now[name]]
@@ -499,7 +499,7 @@ class DifferentialPrivacy(NeedsPoissonBatches, Configured, Callback):
 
 
 class _Lazy:
-    """Stands in the trainer for the training loader, and makes the private one when batches are asked for."""
+    """Placeholder for the training loader, which builds the private loader at the first request for batches."""
 
     def __init__(self, privacy: DifferentialPrivacy, trainer: Any, source: TrainLoaderSource) -> None:
         self._make = lambda: privacy.make_loader(trainer, source)
@@ -515,4 +515,4 @@ class _Lazy:
         return {}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take nothing: the position is part of Lightning's own state."""
+        """Ignore the state: Lightning's own state has the position."""

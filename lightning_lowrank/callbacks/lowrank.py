@@ -39,12 +39,12 @@ from lightning_lowrank.seeding import default_seed
 
 @dataclass
 class _Converted:
-    """Kept on a converted module, where a second trainer finds it."""
+    """Record of a conversion, stored on the converted module for later trainers."""
 
     conversion: Conversion
     settings: LowRankSettings
     seed: int
-    # Names of the parameters that were trained at some time since.
+    # Names of the parameters that were trainable at some time since the conversion.
     trained: set[str] = field(default_factory=set)
 
 
@@ -127,11 +127,11 @@ class LowRank(Configured, Callback):
         return "LowRank"
 
     def result_arguments(self) -> dict[str, Any]:
-        """Return the arguments that change a run's result, by name."""
+        """The arguments that change a run's result, by name."""
         return {**vars(self.settings), "frobenius_decay": self.frobenius_decay, "seed": self.seed}
 
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
-        """Convert the module, unless an earlier run has."""
+        """Convert the module, unless an earlier run has converted it."""
         check_namespace(trainer, pl_module)
         if is_overridden("configure_model", pl_module):
             pl_module.configure_model()
@@ -156,7 +156,7 @@ class LowRank(Configured, Callback):
             self._print(conversion)
 
     def _made_later(self, module: torch.nn.Module) -> list[str]:
-        """Return the layers that would have been converted, had they been there."""
+        """Layers that were created after the conversion and would have been converted."""
         assert self.conversion is not None
         known = {_unwrapped(layer.name) for layer in self.conversion.layers}
         return [name for name in still_convertible(module, self.settings) if _unwrapped(name) not in known]
@@ -200,17 +200,17 @@ class LowRank(Configured, Callback):
         Console().print(str(conversion), markup=False, highlight=False, soft_wrap=True)
 
     def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Undo `merge`, refuse layers that were made again and factors that no optimizer would train."""
+        """Unmerge layers; refuse layers created since the conversion, and factors that are in no optimizer."""
         self._refuse_dense(pl_module)
         unmerge(pl_module)
         check_optimizers(trainer, pl_module)
         callbacks: Any = trainer.callbacks  # type: ignore[attr-defined]
-        # FederatedLoop looks at its clients' first step itself.
+        # FederatedLoop makes this check itself, on its clients' first step.
         federated = any(callback.state_key == "FederatedLoop" for callback in callbacks)
         self._unseen = set() if federated else set(map(id, trainer.optimizers))
 
     def _refuse_dense(self, module: pl.LightningModule) -> None:
-        """Refuse a module that has made layers since the conversion."""
+        """Refuse a module that has created layers since the conversion."""
         assert self.conversion is not None
         gone = _gone(module, self.conversion)
         late = [name for name in self._made_later(module) if name not in self._added]
@@ -224,22 +224,22 @@ class LowRank(Configured, Callback):
             )
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Refuse steps to which no decay would be added."""
+        """Refuse manual steps that bypass this callback's Frobenius decay."""
         if self.frobenius_decay:
             self._restore.callback(refuse_unseen_steps(trainer, f"frobenius_decay={self.frobenius_decay}"))
 
     def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
-        """Give the optimizers back as they were."""
+        """Restore the optimizers."""
         self._restore.close()
 
     def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
-        """Give the optimizers back as they were."""
+        """Restore the optimizers."""
         self._restore.close()
 
     def on_train_batch_start(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
     ) -> None:
-        """Keep frozen what layers hold fixed and a callback has thawed as the epoch began. Note what is trained."""
+        """Freeze the fixed factors again if a callback unfroze them, and record which parameters are trained."""
         if batch_idx == 0:
             keep_frozen(pl_module)
             named = pl_module.named_parameters(remove_duplicate=False)
@@ -248,13 +248,13 @@ class LowRank(Configured, Callback):
 
     @property
     def acts_on_gradients(self) -> bool:
-        """Whether it changes gradients. Otherwise clients' steps may end with the optimizer's at once."""
+        """Whether this callback changes gradients before the optimizer's step."""
         return bool(self.frobenius_decay)
 
     def on_before_optimizer_step(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, optimizer: torch.optim.Optimizer
     ) -> None:
-        """Add the Frobenius decay to the gradients; in the first step, refuse layers that nothing computes with."""
+        """Add the Frobenius decay to the gradients; in the first step, refuse layers without a gradient."""
         first = id(optimizer) in self._unseen
         if not (first or self.frobenius_decay):
             return
@@ -271,7 +271,7 @@ class LowRank(Configured, Callback):
             add_frobenius_decay(module, self.frobenius_decay, stacks=stacks)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the conversion, for `load_dense`, and the module's outline, for `adapter_checkpoint`."""
+        """The conversion, for `load_dense`, and the module's outline, for `adapter_checkpoint`."""
         return {
             "layers": [] if self.conversion is None else [spec.to_dict() for spec in self.conversion.specs],
             "outline": None if self._module is None else outline(self._module).to_dict(),
@@ -293,7 +293,7 @@ class LowRank(Configured, Callback):
 
 
 def _gone(module: torch.nn.Module, conversion: Conversion) -> list[str]:
-    """Return the converted layers that are not low-rank any more."""
+    """Names of converted layers that are no longer low-rank."""
     there = {_unwrapped(name) for name, _ in low_rank_layers(module)}
     return [spec.name for spec in conversion.specs if _unwrapped(spec.name) not in there]
 
@@ -326,5 +326,5 @@ def _has_factors(layer: str, state: Mapping[str, Any]) -> bool:
 
 
 def _unwrapped(name: str) -> str:
-    """Return a layer's name without what torch.compile, FSDP and activation checkpointing put into it."""
+    """A layer's name without the prefixes of torch.compile, FSDP and activation checkpointing."""
     return re.sub(r"\b_(orig_mod|fsdp_wrapped_module|checkpoint_wrapped_module)\.", "", name)

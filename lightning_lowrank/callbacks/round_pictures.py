@@ -64,8 +64,8 @@ class RoundPictures(Callback):
             self._rounds, self._metric, self._drawn, self._failed = {}, None, -1, False
 
     def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Keep the round's figures, and draw if that is due."""
-        # It takes half a second to import.
+        """Record the round's figures, and draw every ``every_n_rounds`` rounds."""
+        # matplotlib takes half a second to import.
         from lightning_lowrank.plots import DRAWN
 
         logged, number = trainer.callback_metrics, trainer.current_epoch
@@ -91,7 +91,7 @@ class RoundPictures(Callback):
             for logger, send in senders:
                 send(logger, pictures, trainer.global_step)
         except Exception as error:
-            # A server that does not answer must not cost the run.
+            # A logger's server that does not answer must not end the run.
             self._failed = True
             rank_zero_warn(f"RoundPictures draws no more pictures: {type(error).__name__}: {error}")
 
@@ -128,7 +128,7 @@ def _to_tensorboard(logger: TensorBoardLogger, pictures: Mapping[str, bytes], st
     from matplotlib.image import imread
 
     for name, png in pictures.items():
-        # Without the layer of transparency, of which browsers make a dark ground.
+        # Without an alpha channel, which browsers show on a dark background.
         pixels = imread(io.BytesIO(png))[..., :3]
         logger.experiment.add_image(f"pictures/{name}", pixels, step, dataformats="HWC")
 

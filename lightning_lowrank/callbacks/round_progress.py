@@ -78,7 +78,7 @@ class RoundProgress(Callback):
     # A fit
 
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
-        """Find the loop, and put aside Lightning's bar where this one takes its place."""
+        """Find the loop, and disable Lightning's bar if this one replaces it."""
         check_namespace(trainer, pl_module)
         if stage != "fit":
             return
@@ -117,13 +117,13 @@ class RoundProgress(Callback):
         if console.is_jupyter:
             drawn = importlib.util.find_spec("ipywidgets") is not None
         else:
-            # Variables such as FORCE_COLOR make Rich take a log for a terminal.
+            # With variables such as FORCE_COLOR, Rich treats a log as a terminal.
             drawn = console.is_interactive and console.file.isatty()
         known = bar is None or isinstance(bar, (RichProgressBar, TQDMProgressBar))
         return "bar" if drawn and known else "lines"
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Begin to count the time."""
+        """Start the clock."""
         self._rounds = None if trainer.max_epochs in (None, -1) else trainer.max_epochs
         self._began = time.monotonic()
         self._from: float | None = None
@@ -141,13 +141,13 @@ class RoundProgress(Callback):
     def on_train_batch_end(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        """Show now and then how much of the round is done."""
+        """Update the bar within a round, at intervals."""
         if self._from is not None and time.monotonic() < self._next:
             return
         steps, batches = trainer.num_training_batches, trainer.fit_loop.epoch_loop.batch_progress
         share = cast("Any", batches.current).processed / steps
         if self._from is None:
-            # A run that is resumed inside a round begins there.
+            # A run resumed inside a round starts at that turn.
             self._from = trainer.current_epoch + share - 1 / steps
         if self._display is not None and time.monotonic() >= self._next:
             self._show(trainer, trainer.current_epoch + min(share, 1.0))
@@ -162,26 +162,26 @@ class RoundProgress(Callback):
         self._validated = {name: value for name, value in logged.items() if value is not before.get(name)}
 
     def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Show what the round came to."""
+        """Show the round's figures."""
         if self._from is None:
             self._from = trainer.current_epoch
         self._observe(trainer)
         if self._display is not None:
             self._show(trainer, trainer.current_epoch + 1, ended=True)
         if trainer.current_epoch + 1 == self._rounds:
-            # Lightning says next that the fit is over, on a line of its own.
+            # Lightning prints a line of its own next.
             self._end_display()
 
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Leave the bar as it is."""
+        """Close the bar, and keep its last state on the screen."""
         self._close()
 
     def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
-        """Leave the bar as it is."""
+        """Close the bar, and keep its last state on the screen."""
         self._close()
 
     def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
-        """Give Lightning's bar back."""
+        """Restore Lightning's bar."""
         self._close()
 
     def _end_display(self) -> None:
@@ -195,10 +195,10 @@ class RoundProgress(Callback):
         if disabled is not None:
             disabled.enable()
 
-    # What is shown
+    # Texts
 
     def _observe(self, trainer: pl.Trainer) -> None:
-        """Take the round's value of the monitored metric."""
+        """Record the round's value of the monitored metric."""
         logged, monitors = trainer.callback_metrics, monitors_of(trainer)
         name = judged_by(logged, self.monitor, monitors)
         self._observed = name in self._figures.take(logged)
@@ -232,7 +232,7 @@ class RoundProgress(Callback):
             self._next = time.monotonic() + _SECONDS
         number = trainer.current_epoch + 1
         title = f"Round {number}" if self._rounds is None else f"Round {number}/{self._rounds}"
-        # A bar has no room for more.
+        # A longer text does not fit beside the bar.
         figure = self._figure(in_full=self._shown == "lines")
         parts = [*self._clients(trainer, ended), self._bytes(), *figure, *self._time(done)]
         self._display.show(done, title, ", ".join(parts), ended)
@@ -261,7 +261,7 @@ class RoundProgress(Callback):
         return [f"best {name} {best:.4f}"]
 
     def _time(self, done: float) -> list[str]:
-        """Return how long the fit will still take, or has taken where it has no end or is over."""
+        """Time left; the time taken if the fit has no known end or has ended."""
         passed = time.monotonic() - self._began
         if self._rounds is None:
             return [f"{_clock(passed)} so far"]
@@ -274,15 +274,15 @@ class RoundProgress(Callback):
     # Checkpoints
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the best figure, for a run that goes on from here."""
+        """The best figure so far, for a resumed run."""
         return dict(self._best)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Take `state_dict`'s result."""
+        """Restore `state_dict`'s result."""
         self._best = dict(state_dict)
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return what a copy has, or a pickle: nothing of a bar that is drawn."""
+        """State for copies and pickles, without the bar on the screen."""
         return {**vars(self), "_display": None, "_disabled": None, "_loop": None}
 
 
@@ -312,7 +312,7 @@ class _Lines:
 
 
 class _RichBar:
-    """A bar of Rich, below Lightning's where ``inside`` is one.
+    """A bar of Rich, below Lightning's bar if ``inside`` is given.
 
     Rich draws several displays together if the first stays until the others are over. Lightning's may be started again
     between rounds, so that a bar below it is shown within rounds alone, and then what it came to.
@@ -345,7 +345,7 @@ class _RichBar:
 
 
 class _TqdmBar:
-    """A bar of tqdm, below Lightning's, or above where those leave room by ``process_position``."""
+    """A bar of tqdm, below Lightning's bars, or above them if ``process_position`` leaves room."""
 
     def __init__(self, rounds: int | None, done: int, inside: Callback | None) -> None:
         below = isinstance(inside, TQDMProgressBar) and inside.process_position == 0

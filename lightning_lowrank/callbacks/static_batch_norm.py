@@ -1,4 +1,4 @@
-"""`StaticBatchNorm`: BatchNorm whose statistics are recomputed when they are needed, not tracked in training."""
+"""`StaticBatchNorm`: BatchNorm statistics that are recomputed before evaluation, not tracked in training."""
 
 from __future__ import annotations
 
@@ -114,7 +114,7 @@ class StaticBatchNorm(Configured, Callback, CompletesModels):
         self._begin(0)
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Track or not according to the epoch at which a fit is resumed, and try ``forward`` where it may fail."""
+        """Set tracking by the epoch at which a fit is resumed, and call ``forward`` once to see that it works."""
         self._try_forward(trainer, pl_module)
         self._begin(trainer.current_epoch)
 
@@ -128,14 +128,14 @@ class StaticBatchNorm(Configured, Callback, CompletesModels):
             self._recompute(trainer, pl_module)
 
     def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Recompute the statistics for callbacks that save weights alone, of which no other hook is told."""
+        """Recompute the statistics for callbacks that save weights by themselves, such as averaging callbacks."""
         if any(getattr(callback, "save_weights_only", False) for callback in trainer.callbacks):  # type: ignore[attr-defined]
             self._recompute(trainer, pl_module)
 
     def on_save_checkpoint(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: dict[str, Any]
     ) -> None:
-        """Give the checkpoint the statistics of its weights."""
+        """Replace the statistics in the checkpoint by those of its weights."""
         loop = _loop_of(trainer)
         if trainer.state.fn != "fit" or (loop is not None and loop.in_round):
             return
@@ -160,7 +160,7 @@ class StaticBatchNorm(Configured, Callback, CompletesModels):
         self._loader = None
 
     def _try_forward(self, trainer: Any, module: pl.LightningModule) -> None:
-        """Refuse a ``forward`` that fails on what `update_bn` hands it, or needs more arguments."""
+        """Refuse a ``forward`` that fails on `update_bn`'s inputs or needs more arguments."""
         loop = _loop_of(trainer)
         loader = trainer.train_dataloader if loop is None else loop.data.training_loader
         if type(loader) is not DataLoader or loader.batch_size is None or isinstance(loader.dataset, IterableDataset):
@@ -173,7 +173,7 @@ class StaticBatchNorm(Configured, Callback, CompletesModels):
             randomness.seed(derive_seed(0, "static batch norm"))
             batch = batch_transfer(trainer)(loader.collate_fn([loader.dataset[0]]))
             inputs = batch[0] if isinstance(batch, (list, tuple)) and batch else batch
-            # A forward of several arguments.
+            # bind() raises a TypeError if forward needs several arguments.
             inspect.signature(module.forward).bind(inputs)
             if isinstance(inputs, Tensor):
                 return
@@ -197,7 +197,7 @@ class StaticBatchNorm(Configured, Callback, CompletesModels):
         self._track(not self._static)
 
     def _track(self, tracked: bool) -> None:
-        # Without track_running_stats a layer that holds statistics still uses them in evaluation.
+        # Without track_running_stats a layer still uses the statistics that it has in evaluation.
         for layer in self._layers:
             layer.track_running_stats = tracked
 
@@ -208,7 +208,7 @@ class StaticBatchNorm(Configured, Callback, CompletesModels):
         shown: Mapping[str, Tensor],
         samples: Tensor | None,
     ) -> None:
-        """Give the model that is in the module statistics of its own: see `CompletesModels`."""
+        """Recompute the statistics for the model that the module holds: see `CompletesModels`."""
         if not self._static:
             return
         few = samples is not None and len(samples) < _LEAST_SAMPLES
@@ -232,7 +232,7 @@ class StaticBatchNorm(Configured, Callback, CompletesModels):
 
     def _recompute(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
         loop = _loop_of(trainer)
-        # A round that is cut short ends without a step more.
+        # A round that is cut short makes no further step.
         now = (trainer.global_step, loop is not None and loop.in_round)
         if not self._static or self._fresh_at == now:
             return
@@ -249,14 +249,14 @@ class StaticBatchNorm(Configured, Callback, CompletesModels):
         self._pass(trainer, module, self._training_loader(trainer), count)
 
     def _pass(self, trainer: pl.Trainer, module: pl.LightningModule, loader: Any, count: int | None) -> None:
-        """Recompute the statistics with the module's present weights."""
+        """Recompute the statistics with the module's current weights."""
         modes = [(part, part.training) for part in module.modules()]
         tracked = [layer.track_running_stats for layer in self._layers]
         randomness = StepRandomness(module.device)
         randomness.open()
         randomness.seed(derive_seed(0, "static batch norm"))
         if _loop_of(trainer) is not None:
-            # Each batch of a round seeds them anew.
+            # Each batch of a round reseeds the generators.
             OwnGenerators(loader.dataset, loader.collate_fn).seed(derive_seed(0, "static batch norm"))
         self._track(True)
         try:
@@ -270,11 +270,11 @@ class StaticBatchNorm(Configured, Callback, CompletesModels):
                 part.training = training
 
     def _given(self, trainer: pl.Trainer) -> int | None:
-        """Return how many batches the user wants a pass to have at most."""
+        """Upper limit on the batches of a pass, as the user set it."""
         return int(trainer.fast_dev_run) or self.batches  # type: ignore[attr-defined]
 
     def _training_loader(self, trainer: Any) -> Any:
-        """Return the trainer's loader, or with a `FederatedLoop` one of all clients' training samples."""
+        """The trainer's loader, or with a `FederatedLoop` a loader of all clients' training samples."""
         loop = _loop_of(trainer)
         if loop is None:
             if isinstance(trainer.train_dataloader, (list, tuple, dict)):
@@ -284,7 +284,7 @@ class StaticBatchNorm(Configured, Callback, CompletesModels):
                 )
             return trainer.train_dataloader
         divided, source = loop.data.divided(), loop.data.training_loader
-        # With reload_dataloaders_every_n_epochs it is another one after a while.
+        # reload_dataloaders_every_n_epochs replaces it.
         if self._loader is None or self._loader[0] is not source:
             self._loader = source, _of_samples(loop, torch.cat(list(divided)).sort().values)
         return self._loader[1]
@@ -299,14 +299,14 @@ def _loop_of(trainer: Any) -> FederatedLoop | None:
 
 
 def _of_samples(loop: FederatedLoop, samples: Tensor) -> DataLoader:
-    """Return a loader of some of the training samples that `FederatedLoop` has divided."""
+    """A loader of a part of the training samples that `FederatedLoop` divided."""
     loader = loop.data.training_loader
     assert loader is not None
     return _shuffled_alike(loader, Subset(loader.dataset, samples.tolist()))
 
 
 def _in_one_order(loader: Any) -> Any:
-    """Return a copy of a plain loader that always shuffles alike; any other loader as it is."""
+    """A copy of a plain loader with a fixed shuffled order; any other loader unchanged."""
     plain = type(loader) is DataLoader and isinstance(loader.sampler, (SequentialSampler, RandomSampler))
     if not plain or loader.batch_size is None:
         return loader
@@ -314,7 +314,7 @@ def _in_one_order(loader: Any) -> Any:
 
 
 def _shuffled_alike(loader: DataLoader, dataset: Any) -> DataLoader:
-    """Return a loader of a dataset that always has the same random order, in all else like another."""
+    """A copy of a loader for ``dataset``, with a fixed shuffled order."""
     size = cast(int, loader.batch_size)
     # A batch of one sample has no variance, and torch refuses it after a linear layer.
     one_left = len(dataset) > 1 and len(dataset) % size == 1

@@ -24,7 +24,7 @@ _SHARDED = (FSDPStrategy, DeepSpeedStrategy, ModelParallelStrategy)
 
 
 class TrainedCheckpoints(Configured, Callback):
-    """Leave frozen weights out of checkpoints: what is saved is what was trained.
+    """Leave frozen weights out of checkpoints: only trained tensors are saved.
 
     A checkpoint of a run that trains adapters of a large model holds the adapters, heads, buffers, optimizer states and
     what other callbacks keep. In place of each parameter that is frozen and has its first values, it holds a digest
@@ -67,7 +67,7 @@ class TrainedCheckpoints(Configured, Callback):
         return TRAINED_CHECKPOINTS
 
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
-        """Have the module's checkpoints completed before they are loaded."""
+        """Register the hook that completes checkpoints before the module loads them."""
         check_namespace(trainer, pl_module)
         if isinstance(trainer.strategy, _SHARDED):
             raise MisconfigurationException(
@@ -98,7 +98,7 @@ class TrainedCheckpoints(Configured, Callback):
 
     def _look_for_frozen(self) -> None:
         assert self._module is not None
-        # Factors and adapters that a method holds fixed were drawn, and are no part of the pretrained model.
+        # Fixed factors and adapters were drawn at random: the pretrained model does not have them.
         _, drawn = peft_parameters(self._module)
         for _, layer in low_rank_layers(self._module):
             drawn.update((*layer.factors.values(), *layer.fixed.values()))
@@ -113,21 +113,21 @@ class TrainedCheckpoints(Configured, Callback):
         self._changed |= {name for name, value in self._base.items() if written(value) != self._marks.get(name)}
 
     def _note_trained(self) -> None:
-        # Fused optimizers don't count what they write.
+        # Fused optimizers write without increasing a tensor's version.
         self._changed.update(name for name, value in self._base.items() if value.requires_grad)
 
     def on_train_batch_start(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
     ) -> None:
-        """Note what has been thawed."""
+        """Record which frozen parameters were unfrozen."""
         self._note_trained()
 
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Note what has changed, before the strategy moves the module."""
+        """Record which tensors changed, before the strategy moves the module to another device."""
         self._note_changes()
 
     def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
-        """Give the module back as it was."""
+        """Remove the hook from the module."""
         self._restore.close()
         self._mark()
 
@@ -138,16 +138,16 @@ class TrainedCheckpoints(Configured, Callback):
     def on_save_checkpoint(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: dict[str, Any]
     ) -> None:
-        """Leave out what is frozen."""
+        """Remove the frozen weights from the checkpoint."""
         state = checkpoint["state_dict"]
         for name in self._left_out():
             state.pop(name, None)
-            # What bitsandbytes puts there beside a quantised weight; no module takes it back.
+            # bitsandbytes adds these entries for a quantised weight; no module loads them.
             for further in [key for key in state if key.startswith(f"{name}.")]:
                 del state[further]
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the digests of what checkpoints leave out."""
+        """Digests of the weights that checkpoints leave out."""
         left_out = self._left_out()
         for name in left_out:
             if name not in self._digests:
@@ -156,7 +156,7 @@ class TrainedCheckpoints(Configured, Callback):
 
 
 def _before_loading(module: Any, complete: Callable[[dict[str, Any]], None]) -> Callable[[], None]:
-    """Have a function called with a checkpoint before Lightning loads it into a module; return what ends that."""
+    """Pass each checkpoint to ``complete`` before Lightning loads it; return a function that undoes this."""
     attributes, own = vars(module), module.on_load_checkpoint
     replaced: Mapping[str, Any] = {key: value for key, value in attributes.items() if key == "on_load_checkpoint"}
 

@@ -37,7 +37,7 @@ def main(args: ArgsType = None) -> None:
     command = words[0] if isinstance(words, list) and words else None
     try:
         if args is None:
-            # The process is the command's own.
+            # Only in the command's own process, because this changes sys.modules.
             alias_pytorch_lightning()
         if isinstance(words, list) and command in _WITHOUT_MODEL:
             run, summary = _WITHOUT_MODEL[command]
@@ -69,14 +69,14 @@ class _Parser(argparse.ArgumentParser):
 
 
 def _is_known(command: str) -> bool:
-    """Return whether LightningCLI's parser knows what to do with the first word."""
+    """Whether the first word is for LightningCLI's parser."""
     from lightning_lowrank.cli.overview import SUBCOMMANDS
 
     return command in SUBCOMMANDS or command.startswith("-")
 
 
 def _end_without_command(command: str | None) -> NoReturn:
-    """End with the names of all commands, of which LightningCLI's parser knows only its own."""
+    """Exit with a message that lists all commands, because LightningCLI's parser knows only its own."""
     from lightning_lowrank.cli.overview import SUBCOMMANDS
 
     names = [*SUBCOMMANDS, *_WITHOUT_MODEL]
@@ -93,7 +93,7 @@ def _epilog() -> str:
 
 
 def _run(args: ArgsType, seed: int | None = None) -> list[int]:
-    """Run one of LightningCLI's subcommands once, and return the seeds of all runs that were asked for."""
+    """Run one of LightningCLI's subcommands once, and return the seeds of all requested runs."""
     from lightning.pytorch.utilities import rank_zero_info
 
     from lightning_lowrank.cli.parser import CLI_SETTINGS, LowRankCLI
@@ -218,7 +218,7 @@ def _report(parser: argparse.ArgumentParser, words: list[str]) -> None:
     parser.add_argument(
         "--budget", default=None, help="bytes up and down, such as 100MB: show the best value reached within them"
     )
-    parser.add_argument("--rounds", type=int, default=None, help="look at the first rounds of each run, so many")
+    parser.add_argument("--rounds", type=int, default=None, help="compare only so many first rounds of each run")
     parser.add_argument(
         "--each",
         action="store_true",
@@ -268,7 +268,7 @@ def _approve(parser: argparse.ArgumentParser, words: list[str]) -> None:
     parser.add_argument("recipe", type=Path, help="a file that `flower resolve` or `flower` has written")
     parser.add_argument("--policy", type=Path, required=True, help="the site's policy; `approved` is made beside it")
     parser.add_argument("--client", type=int, default=0, help="the site's partition-id")
-    parser.add_argument("--state-dir", type=Path, default=None, help="as the SuperNode is told it")
+    parser.add_argument("--state-dir", type=Path, default=None, help="the folder given to the SuperNode as state-dir")
     parser.add_argument("--new-account", action="store_true", help="the samples are others than in all earlier studies")
     parser.add_argument("--yes", action="store_true", help="do not ask")
     options = parser.parse_args(words)

@@ -1,4 +1,4 @@
-"""What a run would cost, and whether a module would work, before any data is read.
+"""`inspect_run`: a run's layers, bytes and problems, before any data is read.
 
 ``lightning-lowrank inspect`` prints it; Python users call `inspect_run` with a module and the two callbacks.
 """
@@ -41,7 +41,7 @@ from lightning_lowrank.units import percent
 def inspect_run(
     module: pl.LightningModule, lowrank: LowRank | None = None, loop: FederatedLoop | None = None
 ) -> dict[str, Any]:
-    """Return what a run of ``module`` would cost.
+    """A run's layers, bytes of the first round and problems, as plain Python.
 
     The module is converted in place, and its optimizers make one step with zero gradients to size their state. Do not
     use the module for anything else afterwards.
@@ -223,7 +223,7 @@ def _multiply_adds(module: pl.LightningModule, problems: list[str]) -> dict[str,
 
 
 def _batch_size(example: Any) -> int:
-    """Return the length of the first tensor in an example, which may be nested."""
+    """The batch size of an example input: the length of its first tensor."""
     if isinstance(example, Tensor):
         return len(example) if example.ndim else 1
     parts = example.values() if isinstance(example, dict) else example if isinstance(example, (list, tuple)) else ()
@@ -276,7 +276,7 @@ def _state_bytes(optimizer: torch.optim.Optimizer) -> int:
 def _traffic(
     module: pl.LightningModule, loop: FederatedLoop, optimizers: list[torch.optim.Optimizer]
 ) -> dict[str, dict[str, int]]:
-    """Return what client 0 sends and receives in the first round if it makes no step."""
+    """Numbers and bytes that client 0 sends and receives in the first round, without a local step."""
     buffered = persistent_buffers(module).keys()
     traffic = {}
     for direction, packet in _first_packets(module, loop, optimizers).items():

@@ -1,4 +1,4 @@
-"""``lightning-lowrank --help``: the words that the command knows.
+"""``lightning-lowrank --help``: the list of commands.
 
 The text is that of LightningCLI's parser, without the seconds that it takes to import Lightning.
 """

@@ -74,7 +74,7 @@ class Table(list[Column]):
         return [[column.title for column in self], *map(list, zip(*(column.texts for column in self), strict=True))]
 
     def text(self) -> list[str]:
-        """Lines of text, of which a narrow console loses nothing, as rich's tables do."""
+        """Lines of text; unlike a table of rich, a narrow console does not shorten them."""
         titles = [column.title.split("\n") for column in self]
         height = max(map(len, titles))
         head = [list(line) for line in zip(*([""] * (height - len(title)) + title for title in titles), strict=True)]
@@ -95,7 +95,7 @@ class Table(list[Column]):
         head, *rows = ([_html(cell).replace("\n", "<br>") for cell in row] for row in self._rows())
         titles = "".join(f'<th scope="col"{kind}>{cell}</th>' for kind, cell in zip(kinds, head, strict=True))
         body = "\n".join(
-            # A narrow column breaks a figure only before its brackets.
+            # Non-breaking spaces: a narrow column breaks a figure only before its brackets.
             f"<tr>{''.join(f'<td{kind}>{cell}</td>' for kind, cell in zip(kinds, row, strict=True))}</tr>".replace(
                 " ± ", "&nbsp;±&nbsp;"
             )
@@ -138,13 +138,13 @@ def _html(text: str) -> str:
 
 
 def _markdown(text: str) -> str:
-    # Links, HTML, code and tables begin with these.
+    # These characters start links, HTML, code and tables.
     return re.sub(r"([\\`<>|\[\]])", r"\\\1", printable(text.replace("\n", " ")))
 
 
 def _cell(text: str) -> str:
     text = printable(text.replace("\n", " "))
-    # A spreadsheet would compute it, also from full-width letters.
+    # A spreadsheet would run it as a formula, also with full-width characters.
     return f"'{text}" if text.startswith(tuple("=+-@＝＋－＠")) else text
 
 

@@ -34,7 +34,7 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from rich.console import Console
 
-# jsonargparse finds imported classes by their short names.
+# Imported here so that jsonargparse finds these classes by their short names.
 import lightning_lowrank.aggregation
 import lightning_lowrank.algorithms
 import lightning_lowrank.callbacks
@@ -80,7 +80,7 @@ _LARGEST_SEED = 2**32 - 1
 
 class _Trainer(pl.Trainer):
     def inspect(self, model: pl.LightningModule, datamodule: Any = None, json: bool = False) -> None:
-        """Tell what a run would cost and whether the module would work, without touching data.
+        """Print what a run would cost and whether the module would work; data is not read.
 
         Args:
             model: The module.
@@ -104,7 +104,7 @@ class _Trainer(pl.Trainer):
 
 
 class _SaveRunConfig(SaveConfigCallback):
-    """Saves ``config.yaml`` into the run's folder, which is the first logger's, and those of further `CSVLogger`s.
+    """Saves ``config.yaml`` into the first logger's folder and into those of further `CSVLogger`s.
 
     ``report`` reads it there. A run without a logger has no folder, and saves nothing.
     """
@@ -129,7 +129,7 @@ class _SaveRunConfig(SaveConfigCallback):
 
 
 def _section(config: Namespace) -> Namespace:
-    """Return the subcommand's part of a configuration."""
+    """The subcommand's part of a configuration."""
     return config.get(str(config.get("subcommand")), config)
 
 
@@ -142,7 +142,7 @@ def _write_below_root(trainer: Namespace) -> None:
         given = trainer.get(part)
         for each in given if isinstance(given, list) else [given]:
             folder = each.get(f"init_args.{argument}") if isinstance(each, Namespace) else None
-            # A saved configuration has the folder below its root already.
+            # In a saved configuration the folder already begins with its root.
             if folder and "://" not in str(folder) and not Path(folder).is_relative_to(root):
                 each[f"init_args.{argument}"] = str(Path(root, folder))
 
@@ -164,7 +164,7 @@ class RecipeParser(LightningArgumentParser):
         return super().add_argument(*args, **kwargs)
 
     def dump(self, *arguments: Any, skip_validation: bool = True, **keywords: Any) -> str:
-        """Return a configuration's text.
+        """A configuration as YAML text.
 
         It was validated when it was read. To do that again takes a third of the time in which a run is built.
         """
@@ -172,11 +172,11 @@ class RecipeParser(LightningArgumentParser):
         return text
 
     def save(self, *arguments: Any, skip_validation: bool = True, **keywords: Any) -> None:
-        """Save a configuration, which was validated when it was read."""
+        """Save a configuration without validating it again."""
         super().save(*arguments, skip_validation=skip_validation, **keywords)
 
     def error(self, message: str, ex: Exception | None = None) -> NoReturn:
-        """End with one line, where jsonargparse prints every option and every type that was tried."""
+        """Exit with one line in place of jsonargparse's list of every option and every type it tried."""
         if self.exit_on_error and "JSONARGPARSE_DEBUG" not in os.environ:
             said = " ".join(_telling(message))
             said = said.replace("Expected a dot import path string:", "no class is known as")
@@ -187,11 +187,11 @@ class RecipeParser(LightningArgumentParser):
 
 
 def _telling(message: str) -> list[str]:
-    """Return the lines of jsonargparse's message that tell a user something, a wrong type with the value given."""
+    """The useful lines of jsonargparse's message; a wrong type is followed by the value given."""
     told: list[str] = []
     for line in (line.strip().removeprefix("- ") for line in message.splitlines()):
         given = line.removeprefix("Given value: ")
-        # A section's value is all of it. The innermost value comes first.
+        # The innermost value comes first; the outer ones are whole sections.
         if given != line and len(given) <= _LONGEST_VALUE and told and told[-1].startswith("Expected a <class"):
             if "Got value" not in told[-1]:
                 told[-1] += f". Got value: {given}"
@@ -250,7 +250,7 @@ class LowRankCLI(SubcommandCLI):
 
     @staticmethod
     def subcommands() -> dict[str, set[str]]:
-        """Name the subcommands and the arguments that the command line does not set."""
+        """The subcommands, each with the arguments that the command line does not set."""
         return {**LightningCLI.subcommands(), "inspect": {"model", "datamodule", "json"}}
 
     def add_arguments_of_subcommand(self, parser: LightningArgumentParser, subcommand: str) -> list[str]:
@@ -280,11 +280,11 @@ class LowRankCLI(SubcommandCLI):
         """Read the command line and files; this run's seed of ``seeds`` becomes ``seed_everything``."""
         super().parse_arguments(parser, args)
         section = _section(self.config)
-        # A saved configuration does not have it: it changes nothing of a run.
+        # Left out of the saved configuration: it does not change the run.
         self.quiet = section.pop("quiet", False)
         if self.quiet:
             only_warnings()
-        # Lightning reads the checkpoint's arguments next.
+        # Lightning would read the hyperparameters in the checkpoint next.
         if section.get("ckpt_path") and Path(section["ckpt_path"]).is_file():
             check_whole(section["ckpt_path"])
         seeds = section.get("seeds")
@@ -321,7 +321,7 @@ class LowRankCLI(SubcommandCLI):
         section["seed_everything"] = self.seed
 
     def before_instantiate_classes(self) -> None:
-        """Refuse a missing checkpoint before anything is built, and free the memory of the previous run."""
+        """Refuse a missing checkpoint early, and free the memory of the previous run."""
         if len(self.seeds) > 1:
             # A trainer and its module refer to each other. jsonargparse keeps its last parser, and so both of them,
             # until another parser has run. Without this, the previous run's memory would add to this one's.
@@ -401,7 +401,7 @@ class LowRankCLI(SubcommandCLI):
 
 
 class BuiltCLI(LowRankCLI):
-    """What a recipe describes, built and not run, whatever the process's own command line is."""
+    """The objects of a recipe, built but not run, independent of the process's command line."""
 
     def __init__(self, *arguments: Any, **keywords: Any) -> None:
         # Lightning would write the command line to the log, in which Flower's task token can be.

@@ -1,4 +1,4 @@
-"""What our commands do not show of what Lightning says."""
+"""Filters for Lightning's messages in our commands."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from contextlib import contextmanager
 _PACKAGES = ("lightning.pytorch", "lightning.fabric")
 _LOGGERS = [logging.getLogger(f"{package}{part}") for package in _PACKAGES for part in ("", ".utilities.rank_zero")]
 _TIP = "💡 Tip:"
-# Of Lightning's own code and of how ours calls it, so that no user can act on it.
+# Warnings about Lightning's own code or our calls to it, which no user can act on.
 _WARNINGS = (r"`isinstance\(treespec, LeafSpec\)` is deprecated", "LightningCLI's args parameter is intended")
 
 
@@ -32,7 +32,7 @@ def without_tips() -> Iterator[None]:
 
 
 def only_warnings() -> None:
-    """Have Lightning say no more than warnings and errors."""
+    """Reduce Lightning's messages to warnings and errors."""
     for logger in _LOGGERS:
         logger.setLevel(logging.WARNING)
 

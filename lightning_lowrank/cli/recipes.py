@@ -14,9 +14,9 @@ from lightning_lowrank.configuration import misconfigured
 
 _PACKAGE = Path(__file__).parents[1]
 _PLACES = (_PACKAGE / "recipes", _PACKAGE.parent / "recipes")
-# Everything else is a configuration itself, a URL, or standard input, which jsonargparse reads.
+# Other values are inline configurations, URLs or standard input, which jsonargparse reads.
 _NAME = re.compile(r"[\w.~][\w./\\~ -]*|/[\w./~ -]+")
-# Published figures, of which recipes/results.py makes a page.
+# Published figures, the input of recipes/results.py; not a recipe.
 _NO_RECIPES = ("RESULTS",)
 _SIMILAR = 0.6
 _SHOWN = 3
@@ -24,7 +24,7 @@ _WIDTH = 100
 
 
 def folder() -> Path:
-    """Return the folder that holds the recipes.
+    """The folder that holds the recipes.
 
     Raises:
         MisconfigurationException: If the package was installed without them.
@@ -36,14 +36,14 @@ def folder() -> Path:
 
 
 def names() -> list[str]:
-    """Return the names of all recipes, sorted: their paths below `folder`, without ``.yaml``."""
+    """The names of all recipes, sorted: their paths below `folder`, without ``.yaml``."""
     root = folder()
     found = sorted(path.relative_to(root).with_suffix("").as_posix() for path in root.rglob("*.yaml"))
     return [name for name in found if name not in _NO_RECIPES]
 
 
 def find(value: str) -> str:
-    """Return what the value of ``--config`` stands for: a file as it is, or the path of the recipe of that name.
+    """The file of a value of ``--config``: an existing file, or the recipe of that name.
 
     A file in the working directory comes before a recipe, with or without ``.yaml``. A name may be written as the
     path in the repository as well, ``recipes/quickstart.yaml``.
@@ -75,7 +75,7 @@ def find(value: str) -> str:
 
 
 def _near(name: str, known: list[str]) -> str:
-    """Return a sentence with the recipes that a wrong name is near to: by the whole name, or by its last part."""
+    """A sentence with recipes of similar names: similar as a whole, or in the last part."""
     last = {each: each.rpartition("/")[2] for each in known}
     similar = [each for each in known if name in (last[each], each.partition("/")[0])]
     similar += difflib.get_close_matches(name, known, _SHOWN, _SIMILAR)
@@ -86,7 +86,7 @@ def _near(name: str, known: list[str]) -> str:
 
 
 def summary(name: str) -> str:
-    """Return the first sentence of a recipe's opening comment, shortened to a line."""
+    """The first sentence of a recipe's opening comment, shortened to a line."""
     lines = (folder() / f"{name}.yaml").read_text(encoding="utf-8").splitlines()
     opening: list[str] = []
     for line in lines:
@@ -99,7 +99,7 @@ def summary(name: str) -> str:
 
 
 def listing(beginning: str = "") -> list[tuple[str, str]]:
-    """Return names and summaries of the recipes whose name begins with ``beginning``.
+    """Names and summaries of the recipes whose name begins with ``beginning``.
 
     Raises:
         MisconfigurationException: If there is none.

@@ -168,7 +168,7 @@ def report(
         return {group: curve(members, against, name) for group, members in groups.items()}
 
     page = Page(title, answers(groups, goal), notes, tables, draw(curves, metric, higher, target, budget, narrow=True))
-    # A name of a file or a metric may hold what a terminal reads as a command.
+    # Names of files and metrics may contain escape sequences of terminals.
     lines = [title, "", *tables[""].text(), *[""] * bool(page.answers), *page.answers, *notes]
     written = _write(
         output,
@@ -186,7 +186,7 @@ def report(
 
 
 def _write(folder: Path, files: Mapping[str, bytes]) -> list[Path]:
-    """Write the files of a report in place of an earlier report's; files that no report wrote stay as they are."""
+    """Replace the files of an earlier report; files that no report wrote are never touched."""
     manifest = folder / _MANIFEST
     earlier = set(manifest.read_text("utf-8").splitlines()) if manifest.is_file() else set()
     others = [name for name in files if name not in earlier and (folder / name).exists()]
@@ -195,7 +195,7 @@ def _write(folder: Path, files: Mapping[str, bytes]) -> list[Path]:
     folder.mkdir(parents=True, exist_ok=True)
     manifest.write_text("\n".join(sorted(earlier | files.keys())), "utf-8")
     for name in earlier - files.keys():
-        # Pictures of other runs would look like a part of this report.
+        # Pictures of an earlier report would look like a part of this one.
         if Path(name).name == name:
             (folder / name).unlink(missing_ok=True)
     for name, data in files.items():
@@ -206,7 +206,7 @@ def _write(folder: Path, files: Mapping[str, bytes]) -> list[Path]:
 
 @dataclass(frozen=True)
 class Goal:
-    """What runs are compared by: a metric, whether higher is better, a value to reach, and bytes to spend."""
+    """The criterion of a comparison: metric, direction, target value and budget of bytes."""
 
     metric: str
     higher: bool | None
@@ -214,7 +214,7 @@ class Goal:
     budget: float | None = None
 
     def best(self, run: Run, within: float = math.inf) -> tuple[int, float] | None:
-        """The round, from 1, and the value that is best, the first of equals, before more than so many bytes were sent.
+        """Round (from 1) and value of the best round within a budget of bytes; of equal values the first.
 
         If it is not known what is better, the last one. A value that is not a number is none unless all are.
         """
@@ -236,7 +236,7 @@ class Goal:
         with np.errstate(over="ignore"):
             values, target = values.astype(np.float32), np.float32(self.target)
         places = np.flatnonzero(values >= target if self.higher else values <= target)
-        # A run that continues another one may have reached it there.
+        # A run that continues another one may have reached the target in that one.
         return None if not len(places) or (run.went_on and places[0] == 0) else int(rounds[places[0]]) + 1
 
     def until(self, run: Run, name: str) -> float | None:
@@ -246,7 +246,7 @@ class Goal:
 
 
 def _whole(number: float) -> str:
-    # A mean of whole numbers gets one decimal.
+    # A mean of integers is shown with one decimal.
     return f"{number:d}" if isinstance(number, int) else f"{number:.1f}"
 
 
@@ -364,7 +364,7 @@ def _clients(groups: Groups, goal: Goal) -> Table:
 
 
 def _settings(groups: Groups) -> Table:
-    """The settings that every reader asks for, then the ones that differ."""
+    """The usual settings, such as model and learning rate, then other settings that differ."""
     first = [group[0] for group in groups.values()]
     loops = [found_in(run.config, "federated") for run in first]
 
@@ -382,7 +382,7 @@ def _settings(groups: Groups) -> Table:
         return " of ".join(each for each in (number, describe(of)) if each)
 
     def named(run: Run, *names: str) -> str:
-        """The first setting of such a name: of the optimizer, the data, the model or anything else."""
+        """The first setting of this name, searched in optimizer, data, model and the rest."""
         paths = [path for path, value in run.settings.items() if argument(path) in names and value is not None]
         order = {start: place for place, start in enumerate(("optimizer", "data", "model"))}
         paths = [path for path in paths if not path.startswith(("lr_scheduler", "trainer"))]
@@ -411,7 +411,7 @@ def _settings(groups: Groups) -> Table:
         ("trained\nparameters", ("trained", "parameters"), " of "),
     ):
         numbers = [[number for name in names for number in run.facts.get(name, [])] for run in first]
-        # If all are the same, one says it.
+        # One value is enough if all are the same.
         shown = [each[:1] if len(set(each)) == 1 else each for each in numbers]
         table.append(Column(title, [between.join(f"{number:,.10g}" for number in each) for each in shown]))
     table = Table(column for column in table if any(column.texts))
@@ -423,7 +423,7 @@ def _settings(groups: Groups) -> Table:
     runs = _all(groups)
     for name in dict.fromkeys(name for run in runs for name in run.software):
         if len({run.software.get(name) for run in runs}) > 1:
-            # Runs made before a run's folder had its versions, too: they may have had another one.
+            # "unknown" for runs whose folder has no versions: theirs may have differed.
             made = [dict.fromkeys(run.software.get(name, "unknown") for run in group) for group in groups.values()]
             table.append(Column(f"{name}\nof the run", [", ".join(each) for each in made]))
     if others[_MOST_SETTINGS:]:
@@ -433,7 +433,7 @@ def _settings(groups: Groups) -> Table:
 
 
 def _others(groups: Groups, columns: Sequence[Sequence[str]]) -> list[str]:
-    """The settings that differ between runs, but for the ones that the columns, which sum some up, distinguish."""
+    """Settings that differ between runs and are not already distinguished by the summary columns."""
     summed_up: tuple[str, ...] = ("lowrank", "model", "data", "optimizer", "trainer.callbacks")
     summed_up += tuple(
         f"federated.init_args.{name}" for name in ("algorithm", "partition", "clients", "uplink", "downlink")
@@ -456,13 +456,13 @@ def _others(groups: Groups, columns: Sequence[Sequence[str]]) -> list[str]:
 
 
 def answers(groups: Groups, goal: Goal) -> list[str]:
-    """Sentences that say which runs are best: in all, within the budget, and to the target."""
+    """Sentences that name the best runs: overall, within the budget, and by what it took to reach the target."""
     metric, higher = goal.metric, goal.higher
     if higher is None or len(groups) < 2:
         return []
 
     def ranked(figure: Figure, largest: bool) -> list[tuple[list[str], float, float]]:
-        """Names, mean and deviation, the best first; groups of equal means are together."""
+        """Names with mean and deviation, the best first; equal means share an entry."""
         found: dict[float, tuple[list[str], float, float]] = {}
         for name, group in groups.items():
             _, figures = _figure([figure(run) for run in group], str)

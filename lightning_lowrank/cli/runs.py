@@ -1,4 +1,4 @@
-"""Runs read from their folders, the ones that differ only in the seed, and short names for them."""
+"""Reading of run folders, grouping of runs by seed, and short names for them."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from lightning_lowrank.metric_direction import Monitor
 
 _MOST_NAMED = 4
 _LONGEST_WORD = 40
-# What a folder may make this process hold.
+# Limits on what is read from a folder, which anyone may have written.
 _MOST_ROUNDS = 2**31
 _MOST_CELLS = 200_000_000
 _MOST_COLUMNS = 10_000
@@ -33,11 +33,11 @@ _LONGEST_LINE = 2**20
 _LARGEST_CONFIG = 2**20
 _MOST_NODES = 20_000
 _DEEPEST = 100
-# Settings that differ between all runs, or that other columns of a row show.
+# Settings that differ between all runs, or have a column of their own.
 _NOT_NAMED = ("seed_everything", "ckpt_path", "trainer.logger", "trainer.default_root_dir")
-# Arguments that only say where a run writes to.
+# Arguments that only set where a run writes.
 _PLACES = ("trainer.logger", "trainer.default_root_dir", "trainer.callbacks.init_args.dirpath")
-# Of two settings that distinguish the same runs, the first one here names them.
+# Preference if several settings distinguish the same runs.
 _TELLING = ("federated.init_args.algorithm", "federated.algorithm", "lowrank", "federated", "model", "data")
 _VERSION = re.compile(r"version_\d+")
 _OF_A_ROUND = ("comm/", "federated/", "system/", "convergence/")
@@ -74,7 +74,7 @@ class Run:
     problem: str = ""
 
     def column(self, name: str) -> Series:
-        """The values of a figure; of one that no round logged, those of an evaluation after the fit."""
+        """A figure's values by round; if no round logged it, those of an evaluation after the fit."""
         return self.figures.get(name) or self.evaluated.get(name) or _NOTHING
 
     def series(self, name: str) -> list[tuple[int, float]]:
@@ -99,7 +99,7 @@ class Run:
         return int(self.made[-1]) + 1 if len(self.made) else 0
 
     def first(self, rounds: int) -> Run:
-        """The run without what came after its first rounds."""
+        """The run cut to its first rounds."""
         if self.count <= rounds:
             return self
         kept = {name: Series(*(part[each.rounds < rounds] for part in each)) for name, each in self.figures.items()}
@@ -121,7 +121,7 @@ class Run:
 
     @property
     def trained(self) -> bool:
-        """Whether the run trained, by its configuration: only the other subcommands have these options."""
+        """Whether the run was a fit, by its configuration: other subcommands have other options."""
         return not {"verbose", "return_predictions"} & self.config.keys()
 
     @cached_property
@@ -146,7 +146,7 @@ class Run:
 
     @property
     def went_on(self) -> bool:
-        """Whether the run continues another one, whose rounds are not in it."""
+        """Whether the run continues another run, whose rounds are in that run's folder."""
         return self.began is not None and self.began > 1
 
     @property
@@ -261,7 +261,7 @@ def _read_columns(file: TextIO) -> dict[str, Series]:
         raise csv.Error(f"more than {_MOST_COLUMNS:,} columns")
     found: list[list[Series]] = [[] for _ in header]
     begin = 0
-    # By column and not by row: a million rows of dictionaries take minutes and gigabytes.
+    # By column: a million rows as dictionaries would take minutes and gigabytes.
     while width and (rows := list(itertools.islice(reader, max(1, _CELLS_AT_ONCE // width)))):
         rows = [row if len(row) == width else (row + [""] * width)[:width] for row in rows]
         for parts, texts in zip(found, zip(*rows, strict=True), strict=True):
@@ -347,7 +347,7 @@ def _load_config(file: Path) -> dict[str, Any]:
         if not file.is_file() or file.stat().st_size > _LARGEST_CONFIG:
             return {}
         text = file.read_text()
-        # The scanner's time grows with the square of the depth.
+        # YAML's scanner takes time quadratic in the depth.
         depth = itertools.accumulate({"[": 1, "{": 1, "]": -1, "}": -1}.get(letter, 0) for letter in text)
         if max(depth, default=0) > _DEEPEST:
             return {}
@@ -357,18 +357,18 @@ def _load_config(file: Path) -> dict[str, Any]:
             if node is None or _expanded(node, {}) > _MOST_NODES:
                 return {}
             config = loader.construct_document(node)
-            # A number may have more digits than Python writes.
+            # An integer may have more digits than Python converts to text.
             json.dumps(config, default=str)
         finally:
             loader.dispose()
-    # Constructors of YAML raise errors of many kinds: a ValueError for a date, an IndexError for an empty number.
+    # YAML's constructors raise many kinds of errors: ValueError for a date, IndexError for an empty number.
     except (OSError, ArithmeticError, LookupError, TypeError, ValueError, RecursionError, yaml.YAMLError):
         return {}
     return config if isinstance(config, dict) else {}
 
 
 def _expanded(node: yaml.Node, known: dict[int, float]) -> float:
-    """The number of nodes with each alias written out; infinite if one contains itself."""
+    """Number of nodes after expanding aliases; infinite if an alias contains itself."""
     if id(node) not in known:
         known[id(node)] = math.inf
         parts = node.value if isinstance(node, yaml.CollectionNode) else []
@@ -456,7 +456,7 @@ def group_by_seed(runs: Sequence[Run]) -> list[list[Run]]:
 
 
 class _Configured(NamedTuple):
-    """A run with its seed, other arguments that are seeds by their path, and all else of its configuration as JSON."""
+    """A run with its seed, its other seeds by path, and the rest of its configuration as JSON."""
 
     run: Run
     seed: int
@@ -504,7 +504,7 @@ def short_names(groups: Sequence[Sequence[Run]]) -> list[str]:
     count = Counter(names)
     for number, name in enumerate(names):
         if count[name] > 1:
-            # A folder may be called as another one's run.
+            # A folder's name may equal another run's short name.
             numbered = (f"{name}, run {repeat}" for repeat in itertools.count(1))
             names[number] = next(each for each in numbered if each not in count)
             count[names[number]] = 1
@@ -552,7 +552,7 @@ def _short(value: Any) -> str:
 
 
 def setting_text(path: str, value: Any) -> str:
-    """The value of a setting in short, by its path in a configuration: ``FedAvg``, ``4``."""
+    """Short text of a setting's value: ``FedAvg``, ``4``."""
     return _cut(str(value).rpartition(".")[2] if path.endswith("class_path") else str(value))
 
 
@@ -567,7 +567,7 @@ def _cut(text: str, longest: int = _LONGEST_WORD) -> str:
 
 
 def differing(groups: Sequence[Sequence[Run]]) -> list[str]:
-    """The paths of the settings that differ between groups, the most telling first."""
+    """Paths of the settings that differ between groups, the most informative first."""
     flat = [group[0].settings for group in groups]
     found = [
         path
@@ -583,7 +583,7 @@ def differing(groups: Sequence[Sequence[Run]]) -> list[str]:
 def _differences(groups: Sequence[Sequence[Run]]) -> list[str]:
     """For each group, in short, the settings that distinguish it from the others."""
     flat = [group[0].settings for group in groups]
-    # The class of the factors says that layers are converted at all.
+    # Redundant: the factorization's class shows that layers are converted.
     paths = [path for path in differing(groups) if path not in ("lowrank", "lowrank.class_path")]
     values = {path: [repr(each.get(path)) for each in flat] for path in paths}
     chosen: list[str] = []
@@ -611,14 +611,14 @@ def _words(settings: dict[str, Any], paths: Sequence[str]) -> str:
     if given:
         named = ["" if path.endswith("class_path") else f"{argument(path)}=" for path in given]
         return ", ".join(name + setting_text(path, settings[path]) for name, path in zip(named, given, strict=True))
-    # Of a run without settings it is not known what it lacks.
+    # A run without settings cannot be compared by a missing setting.
     if not paths or not settings:
         return ""
     return "dense" if paths[0].startswith("lowrank") else f"no {argument(paths[0])}"
 
 
 def _folder_names(bases: Sequence[tuple[str, ...]]) -> dict[tuple[str, ...], str]:
-    """The ends of paths as far as they differ, by path."""
+    """The shortest distinct endings of paths, by path."""
     if len(bases) == 1:
         return {bases[0]: bases[0][-1]}
     shortest = min(map(len, bases)) - 1
@@ -628,7 +628,7 @@ def _folder_names(bases: Sequence[tuple[str, ...]]) -> dict[tuple[str, ...], str
 
 
 def _shared(sequences: Sequence[Sequence[str]]) -> int:
-    """The number of items with which all sequences begin."""
+    """Length of the common beginning of all sequences."""
     return sum(1 for _ in itertools.takewhile(lambda items: len(set(items)) == 1, zip(*sequences, strict=False)))
 
 
@@ -644,7 +644,7 @@ def _common_parts(group: Sequence[Run]) -> tuple[str, ...]:
     behind = _shared([part[ahead:][::-1] for part in parts])
     stop = len(parts[0]) - behind
     inner = ["/".join(part[ahead : len(part) - behind]) for part in parts]
-    # A number that differs is in the braces as a whole.
+    # Numbers that differ are not split between digits.
     start = inner[0][: _shared(inner)].rstrip("0123456789")
     braces = f"{start}{{{','.join(text[len(start) :] for text in inner)}}}"
     return (*parts[0][:ahead], braces, *parts[0][stop:])

@@ -1,4 +1,4 @@
-"""What was meant by a misspelt key or class name, told beside the parser's message."""
+"""Suggestions for misspelt keys and class names, added to the parser's message."""
 
 from __future__ import annotations
 
@@ -17,18 +17,18 @@ _SIMILAR = 0.65
 
 
 def with_suggestions(message: str) -> str:
-    """Return a parser's message, each name that it does not know followed by the most similar one that it does.
+    """A parser's message with the most similar known name after each unknown name.
 
     Example:
         >>> with_suggestions("Problem with given class_path 'torch.optim.SGD': Option 'momentun' is not accepted")
         "Problem with given class_path 'torch.optim.SGD': Option 'momentun' is not accepted (did you mean 'momentum'?)"
     """
 
-    def told(match: re.Match[str], look_up: Callable[[re.Match[str]], tuple[str, Iterable[str]]]) -> str:
+    def suggested(match: re.Match[str], look_up: Callable[[re.Match[str]], tuple[str, Iterable[str]]]) -> str:
         word, known = look_up(match)
         names = {name.lower(): name for name in known if not name.startswith("_")}
         similar = difflib.get_close_matches(word.lower(), names, 1, _SIMILAR)
-        # What is known, but not where it stands, is not misspelt.
+        # A valid name at the wrong place is no typo.
         meant = similar and names[similar[0]] != word
         return match[0] + (f" (did you mean {names[similar[0]]!r}?)" if meant else "")
 
@@ -37,7 +37,7 @@ def with_suggestions(message: str) -> str:
     if advice:
         return f"{message}: {advice}"
     for pattern, look_up in _KINDS.items():
-        message = re.sub(pattern, partial(told, look_up=look_up), message)
+        message = re.sub(pattern, partial(suggested, look_up=look_up), message)
     return message
 
 
@@ -52,9 +52,9 @@ def _placed(section: str, given: str) -> str:
 
 
 def _arguments(match: re.Match[str]) -> tuple[str, Iterable[str]]:
-    """Return the arguments of the class in whose section the match stands."""
+    """Arguments of the class whose section contains the match."""
     paths = _CLASS_PATH.findall(match.string[: match.start()])
-    # Of a class that is called later, the message tells the path behind.
+    # For a class that is called later, the message has the class path after the match.
     if "expects a function" in match.string[: match.start()]:
         paths += _CLASS_PATH.findall(match.string[match.end() :])[:1]
     known = _parameters(paths[-1]) if paths else ()
@@ -70,7 +70,7 @@ def _parameters(path: str) -> Iterable[str]:
 
 
 def _classes(match: re.Match[str]) -> tuple[str, Iterable[str]]:
-    """Return the public names of classes that a recipe may mean."""
+    """The public names of classes that a recipe may mean."""
     modules = [module for name, module in list(sys.modules.items()) if name.startswith(_CLASSES_OF)]
     return match[1], {name for module in modules for name, value in vars(module).items() if isinstance(value, type)}
 

@@ -1,4 +1,4 @@
-"""Data for image and text classification and for language models, held in memory."""
+"""Datamodules for images, texts, language models and clients' own files; samples are in memory."""
 
 from lightning_lowrank.data.arrays import Arrays
 from lightning_lowrank.data.client_datasets import ClientDatasets

@@ -75,7 +75,7 @@ class Arrays(SplitsInMemory):
         self._train, self._test = train, test
 
     def setup(self, stage: str | None = None) -> None:
-        """Divide the samples, unless that has been done."""
+        """Split the samples into training, validation and test, once."""
         if self.train_set is not None:
             return
         train = _samples(self._train, "train")
@@ -89,7 +89,7 @@ class Arrays(SplitsInMemory):
         self.train_set = train
 
     def collate(self) -> Callable[[Sequence[Any]], Any]:
-        """Return torch's own."""
+        """Torch's default collate function."""
         return cast(Callable[[Sequence[Any]], Any], default_collate)
 
     def _held_out(self, samples: TensorDataset, share: float, argument: str) -> tuple[TensorDataset, TensorDataset]:
@@ -101,7 +101,7 @@ class Arrays(SplitsInMemory):
 
 
 def _dataset(tensors: Sequence[Tensor], rows: Rows, columns: Mapping[str, Column]) -> TensorDataset:
-    """Return a plain `TensorDataset`, whose batches can be read as a whole, with what is known beside its tensors."""
+    """A plain `TensorDataset`, with further columns as attributes."""
     dataset = TensorDataset(*tensors)
     vars(dataset).update(columns, rows=rows)
     return dataset
@@ -116,7 +116,7 @@ def _samples(given: str | Pair | Mapping[str, Any], argument: str) -> TensorData
     source = argument
     if isinstance(given, (str, Path)):
         try:
-            # Without pickles, which could run anything.
+            # allow_pickle=False: a pickle could run any code.
             file = np.load(given, allow_pickle=False)
             if isinstance(file, np.ndarray):
                 raise ValueError("it holds one array without a name")
@@ -155,7 +155,7 @@ def _samples(given: str | Pair | Mapping[str, Any], argument: str) -> TensorData
 
 
 def _column(given: Any, name: str, source: str, samples: int) -> Column:
-    """Return one integer or string for each sample."""
+    """A column of integers or strings, one for each sample."""
     if name in _TAKEN or not name.isidentifier() or hasattr(TensorDataset, name):
         raise MisconfigurationException(f"{source}: no column can have the name {name!r}: give it another one")
     column = to_column(given, f"{source}: {name}", "give one integer or string for each sample")
@@ -165,11 +165,11 @@ def _column(given: Any, name: str, source: str, samples: int) -> Column:
 
 
 def to_tensor(given: Any, argument: str) -> Tensor:
-    """Return numbers as a tensor, 64-bit floating-point numbers with 32 bits; ``argument`` names them in a message."""
+    """Numbers as a tensor, float64 as float32; ``argument`` names them in error messages."""
     try:
         if not isinstance(given, Tensor):
             array = np.asarray(given)
-            # torch takes no other byte order and no negative strides, and warns of what cannot be written to.
+            # torch refuses other byte orders and negative strides, and warns of read-only arrays.
             given = np.require(array, array.dtype.newbyteorder("="), ["C", "W"])
         found = torch.as_tensor(given)
     except (TypeError, ValueError, RuntimeError) as error:

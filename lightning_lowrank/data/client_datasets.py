@@ -1,4 +1,4 @@
-"""`ClientDatasets`: a data set for each client, joined so that `ByKey` finds them again.
+"""`ClientDatasets`: a data set for each client, joined into one with the column ``client``.
 
 The readers of `client_files` are thin subclasses, of which each reads one form of files.
 """
@@ -26,7 +26,7 @@ Split: TypeAlias = Literal["train", "test"]
 
 
 class ClientDatasets(SplitsInMemory):
-    """A data set for each client, by the clients' names.
+    """Datamodule of one data set for each client, by name.
 
     The splits' datasets have a column ``client``, by which ``ByKey("client")`` divides them and
     ``personal_test="by_client"`` judges each client on its own test samples. Clients keep the order in which they are
@@ -94,7 +94,7 @@ class ClientDatasets(SplitsInMemory):
         self._given, self._collate = {"train": train, "test": test}, collate_fn
 
     def setup(self, stage: str | None = None) -> None:
-        """Join the clients' data, and hold samples out, unless that has been done."""
+        """Join the clients' data and hold samples out, once."""
         if self.train_set is not None:
             return
         train = self.read("train")
@@ -111,11 +111,11 @@ class ClientDatasets(SplitsInMemory):
         self.train_set = train
 
     def collate(self) -> Callable[[Sequence[Any]], Any]:
-        """Return ``collate_fn``, or torch's own."""
+        """``collate_fn``, or torch's default."""
         return self._collate or cast(Callable[[Sequence[Any]], Any], default_collate)
 
     def read(self, split: Split) -> Any:
-        """Return the joined dataset of a split, with its column ``client``; ``None`` where there are no test data."""
+        """The joined dataset of a split, with its column ``client``; ``None`` where there are no test data."""
         given = self._given[split]
         if given is None:
             return None
@@ -142,7 +142,7 @@ class ClientDatasets(SplitsInMemory):
 
 
 def join_arrays(parts: Iterable[tuple[Any, Any, Any]], names: Sequence[Any] | None = None) -> TensorDataset:
-    """Return clients' inputs and targets as one dataset with a column ``client``; little more than it is in memory.
+    """Clients' inputs and targets as one dataset with a column ``client``; memory peaks little above its size.
 
     Args:
         parts: Name, inputs and targets of one client after another.
@@ -175,7 +175,7 @@ def join_arrays(parts: Iterable[tuple[Any, Any, Any]], names: Sequence[Any] | No
 
 
 class _Growing:
-    """An array to whose end others are added. It grows in place, so that there are never two of it."""
+    """An array that grows in place at its end, without a second copy in memory."""
 
     def __init__(self) -> None:
         self._array, self._rows = np.zeros(0, np.float32), 0
@@ -200,7 +200,7 @@ class _Growing:
     def tensor(self) -> Tensor:
         self._resize(self._rows)
         found = torch.from_numpy(self._array)
-        # What integers and 32-bit numbers become together.
+        # NumPy's common type of integers and float32.
         return found.float() if found.dtype == torch.float64 else found
 
     def _resize(self, rows: int) -> None:
@@ -208,7 +208,7 @@ class _Growing:
 
 
 def _known(dataset: Any, names: Sequence[Any], places: np.ndarray) -> Any:
-    """Leave on a dataset whose its samples are."""
+    """Set the column ``client`` of a dataset: the client of each sample."""
     vars(dataset).update(client=ClientColumn(names, places), rows=Rows.all(len(places)))
     return dataset
 

@@ -58,11 +58,11 @@ class ClientArrays(ClientDatasets):
         self._numbered = False
 
     def clients(self, split: Split) -> Iterator[tuple[Any, Any, Any]] | None:
-        """Return name, inputs and targets of one client after another; ``None`` where there is no such split."""
+        """Iterator over the clients' names, inputs and targets; ``None`` if the split does not exist."""
         raise NotImplementedError(f"{type(self).__name__} must define clients")
 
     def names(self, split: Split) -> list[Any] | None:
-        """Return all clients in their order; ``None``: that of `clients`."""
+        """All clients' names in order; ``None``: the order of `clients`."""
         return None
 
     def read(self, split: Split) -> Any:
@@ -106,7 +106,7 @@ class ClientArrays(ClientDatasets):
         return array.reshape(len(array), *self.shape)
 
     def _targets(self, name: Any, targets: Any) -> np.ndarray:
-        """Return a client's targets, strings by the place at which each came first."""
+        """A client's targets; strings are numbered in order of first appearance."""
         array = np.asarray(targets)
         strings = array.dtype.kind in "USO"
         self._numbered = self._numbered or bool(len(array) and not strings)
@@ -157,7 +157,7 @@ class LEAF(ClientArrays):
         """See `ClientArrays.names`: the users in the order of the files."""
         found: list[Any] = []
         for file in self._files(split) or ():
-            # Beside the data, of which nothing is kept.
+            # Reads only the names; the data are skipped.
             users: Any = next(self._parsed(file, lambda ijson, text: ijson.items(text, "users")), [])
             if not (isinstance(users, list) and all(isinstance(each, str) for each in users)):
                 raise MisconfigurationException(f"{file}: users must be a list of names, got {str(users)[:50]}")
@@ -181,7 +181,7 @@ class LEAF(ClientArrays):
         return (user(file, *entry) for file in files for entry in self._parsed(file, users))
 
     def _inputs(self, name: Any, inputs: Any) -> np.ndarray:
-        # Whole numbers of one user are fractions of another.
+        # A feature may be integers for one user and fractions for another.
         found = super()._inputs(name, inputs)
         return found if self.encode is not None else found.astype(np.float32)
 
@@ -207,14 +207,14 @@ class LEAF(ClientArrays):
 
 
 class _Shallow:
-    """Reads a JSON file that is not nested deeply: ijson's memory grows with the square of the depth."""
+    """File wrapper that refuses deeply nested JSON: ijson's memory grows with the square of the depth."""
 
     def __init__(self, file: BinaryIO) -> None:
         self._file, self._depth = file, 0
 
     def read(self, size: int = -1) -> bytes:
         part = self._file.read(16_384 if size else 0)
-        # Brackets in texts count too, which hardly ever differ by so many.
+        # Brackets inside strings count too, but rarely differ by this many.
         self._depth += part.count(b"[") + part.count(b"{") - part.count(b"]") - part.count(b"}")
         if self._depth > 10_000:
             raise RecursionError("it is nested too deeply")
@@ -222,7 +222,7 @@ class _Shallow:
 
 
 class FederatedHDF5(ClientArrays):
-    """HDF5 files of TensorFlow Federated: a group ``examples``, in it one for each client, in these its arrays.
+    """HDF5 files of TensorFlow Federated: group ``examples``, with a group of arrays for each client.
 
     Needs the extra ``h5py``.
 
@@ -309,7 +309,7 @@ class ClientFiles(ClientArrays):
         return list(self._files(split) or ())
 
     def _files(self, split: Split) -> dict[str, list[Path]] | None:
-        """Return each client's files of a split; ``None`` where there are none to test on."""
+        """Each client's files of a split; ``None`` if there are no test files."""
         root = Path(self.root).expanduser()
         split_in_two = (root / "train").is_dir()
         folder = root / split if split_in_two else root
@@ -357,7 +357,7 @@ class ClientFiles(ClientArrays):
 
 
 class ClientTable(ClientArrays):
-    r"""A table with a column that says whose each row is, such as one of several hospitals' patients.
+    r"""A table with a column of clients, such as patients of several hospitals with a column for the hospital.
 
     Args:
         train: The file: ``.csv``, ``.tsv``, ``.jsonl``, ``.json`` or ``.parquet``, which needs the extra ``pyarrow``.
@@ -422,7 +422,7 @@ class ClientTable(ClientArrays):
         return ((name, x[rows], y[rows]) for name, rows in named.items())
 
     def read(self, split: Split) -> Any:
-        """See `ClientDatasets.read`; samples know their rows in the file."""
+        """See `ClientDatasets.read`; the dataset also has each sample's row in the file."""
         found = super().read(split)
         if found is not None:
             found.rows = self._rows[split]
@@ -454,7 +454,7 @@ class _Columns:
         self._all_others = features is None
 
     def arrays(self, table: Table) -> tuple[np.ndarray, np.ndarray]:
-        """Return inputs, float32 ``(rows, features)``, and targets: integers, float32 or strings.
+        """Inputs, float32 ``(rows, features)``, and targets: integers, float32 or strings.
 
         A column alone may hold lists of numbers.
 
@@ -484,7 +484,7 @@ class _Columns:
 
 
 def _numbers(table: Table, name: str) -> np.ndarray:
-    """Return a column of finite numbers as float32."""
+    """A column of finite numbers as float32."""
 
     def finite(cells: Any) -> np.ndarray | None:
         with contextlib.suppress(TypeError, ValueError):

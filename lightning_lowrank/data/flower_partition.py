@@ -1,4 +1,4 @@
-"""`FlowerPartition`: the partitioners of Flower Datasets as partitions."""
+"""`FlowerPartition`: partitioners of Flower Datasets as partitions of this package."""
 
 from __future__ import annotations
 
@@ -67,17 +67,17 @@ class FlowerPartition(Partition):
         return f"{type(self).__name__}({type(self.partitioner).__name__}, column={self.column!r})"
 
     def result_arguments(self) -> dict[str, Any]:
-        """Return the arguments that a resumed run compares; the division itself is compared by its digest."""
+        """The arguments that a resumed run compares; the division itself is compared by its digest."""
         return {"partitioner": type(self.partitioner).__name__, "column": self.column, "key": self.key}
 
     def find_keys(self, dataset: Dataset) -> Column:
-        """Return the column's values; without one, each sample's number."""
+        """The column's values; without a column, each sample's index."""
         if self.column is None:
             return np.arange(length_of(dataset))
         return find_labels(dataset).numpy() if self.key is None else ByKey(self.key).find_keys(dataset)
 
     def count_clients(self, clients: int | None, keys: Column | None) -> int:
-        """Return the number of partitions."""
+        """The number of partitions."""
         number = self._asked(keys, lambda partitioner: int(partitioner.num_partitions))
         if clients is not None and clients != number:
             raise MisconfigurationException(
@@ -91,7 +91,7 @@ class FlowerPartition(Partition):
 
         def divide(partitioner: Any) -> tuple[list[list[int]], list[str | int] | None]:
             parts = [sorted(partitioner.load_partition(client)[_ROW][:]) for client in range(clients)]
-            # Of a NaturalIdPartitioner.
+            # A NaturalIdPartitioner has names.
             names = getattr(partitioner, "partition_id_to_natural_id", None)
             return parts, [names[client] for client in range(clients)] if names else None
 
@@ -99,7 +99,7 @@ class FlowerPartition(Partition):
         return ClientIndices(parts, size, names)
 
     def _asked(self, keys: Column | None, question: Callable[[Any], Any]) -> Any:
-        """Return the answer of a copy of the partitioner that has the column."""
+        """``question``'s answer on a copy of the partitioner, with the column as its dataset."""
         if keys is None:
             raise MisconfigurationException(
                 "FlowerPartition needs the training set: give the dataset instead of its size, or keys=."

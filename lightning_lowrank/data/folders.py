@@ -89,13 +89,13 @@ class ImageFolder(OwnImages):
         self._test_folder = None if test is None else folder / test
 
     def _class_names(self, folder: Path) -> list[str]:
-        """Return the names of the classes' folders in a split's folder."""
+        """The names of the classes' folders in a split's folder."""
         if not self.clients:
             return _folders(folder)
         return sorted({name for client in _folders(folder) for name in _folders(folder / client)})
 
     def find_splits(self) -> tuple[Pictures, Pictures | None, Pictures | None]:
-        """List the files."""
+        """Find the files of each split."""
         others = self._test_folder, self._validation_folder
         test, validation = (None if folder is None else self._listed(folder) for folder in others)
         return self._listed(self._train_folder), test, validation
@@ -128,7 +128,7 @@ class ImageFolder(OwnImages):
         return _Files(found, Path(self.root).expanduser(), clients)
 
     def _check_depth(self, folder: Path, file: str, depth: int) -> None:
-        """Refuse an image in a folder of a class's folder, which may be that of a class where clients' are meant."""
+        """Refuse an image one level too deep: ``clients`` may be set wrongly, or left out."""
         if depth > 2:
             form, remedy = "class/image", "for folders of clients, client/class/image, set clients=True"
             if self.clients:
@@ -140,7 +140,7 @@ class ImageFolder(OwnImages):
 
 
 def _folders(folder: Path) -> list[str]:
-    """Return the names of the folders in a folder, sorted, without hidden ones."""
+    """The names of the folders in a folder, sorted, without hidden ones."""
     return sorted(entry.name for entry in folder.iterdir() if entry.is_dir() and not _is_hidden(entry.name))
 
 
@@ -153,7 +153,7 @@ def _wanted(root: str) -> str:
 
 
 class _Files(Pictures):
-    """Files, each with its class index and, where folders name them, its client."""
+    """Image files, each with its class index and, if folders name clients, its client."""
 
     def __init__(self, files: Sequence[tuple[str, int]], root: Path, clients: Sequence[str] | None = None) -> None:
         self._files, self._root, self._clients = files, root, clients

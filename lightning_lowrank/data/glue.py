@@ -8,7 +8,7 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
 
 class GlueTask(NamedTuple):
-    """What is particular to one task.
+    """The columns, labels and metric of one task.
 
     A column has several names: that of the Hugging Face hub (``nyu-mll/glue``), and that of GLUE's own files.
     """
@@ -61,7 +61,7 @@ GLUE = {
 
 
 def glue_task(name: str) -> GlueTask:
-    """Return a task by name.
+    """A task by name.
 
     Raises:
         MisconfigurationException: If there is none of this name.

@@ -1,4 +1,4 @@
-"""Groups of texts by which clients differ where there are no labels: by length, or by what they are about.
+"""Groups of texts by length or by topic, for partitions of texts without labels.
 
 They are given to partitions: ``Dirichlet(0.5, groups=LengthGroups(5))``.
 """
@@ -24,7 +24,7 @@ _ADVICE = "lengths must be one integer for each sample."
 
 
 class LengthGroups(Configured):
-    """Groups samples by length, into groups of about one size: the shortest are group 0.
+    """Groups samples by length, into groups of about equal size; the shortest are group 0.
 
     Samples of one length are of one group.
 
@@ -49,7 +49,7 @@ class LengthGroups(Configured):
         self.field = field
 
     def __call__(self, dataset: Any) -> np.ndarray:
-        """Return the group of each sample, int64, shape ``(samples,)``."""
+        """The group of each sample, int64, shape ``(samples,)``."""
         lengths = find_column(dataset, ("lengths",), ("lengths",), self._length_of, "lengths", _ADVICE)
         return np.searchsorted(np.sort(lengths), lengths, side="left") * self.groups // max(len(lengths), 1)
 
@@ -58,7 +58,7 @@ class LengthGroups(Configured):
 
 
 class EmbeddingGroups(Configured):
-    """Groups texts by what they are about: k-means of a pretrained encoder's embeddings.
+    """Groups texts by topic: k-means of a pretrained encoder's embeddings.
 
     A text's embedding is the mean of its tokens' last hidden states, scaled to length 1, as sentence encoders such as
     MiniLM are used. The whole dataset is read and encoded once whenever a run begins, also one that is resumed. Groups
@@ -92,7 +92,7 @@ class EmbeddingGroups(Configured):
         self.device = device
 
     def __call__(self, dataset: Any) -> np.ndarray:
-        """Return the group of each sample, int64, shape ``(samples,)``."""
+        """The group of each sample, int64, shape ``(samples,)``."""
         from sklearn.cluster import KMeans
 
         if len(dataset) < self.groups:
@@ -104,10 +104,10 @@ class EmbeddingGroups(Configured):
 
     @torch.inference_mode()
     def embed(self, dataset: Any) -> Tensor:
-        """Return the texts' embeddings, float32, ``(samples, width)``, on the CPU."""
+        """The texts' embeddings, float32, ``(samples, width)``, on the CPU."""
         library = import_extra("transformers", type(self).__name__)
         try:
-            # A pooler that the model does not hold would be drawn from torch's global generator.
+            # A pooler that the checkpoint lacks would be drawn from torch's global generator.
             with torch.random.fork_rng(devices=[]):
                 encoder = library.AutoModel.from_pretrained(self.model).to(self.device).eval()
         except (OSError, ValueError, RuntimeError) as error:

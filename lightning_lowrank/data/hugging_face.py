@@ -73,7 +73,7 @@ class HuggingFaceImages(OwnImages):
     ) -> None:
         named = validation is None or isinstance(validation, str)
         super().__init__(validation="test" if named else validation, **kwargs)
-        # Which splits there are is known once the data set is loaded.
+        # The splits' names are unknown until the data set is loaded.
         self.validation, self._validation = "test" if validation is None else validation, validation
         self.dataset, self.image, self.label, self.root = dataset, image, label, root
         self.train, self.test = train, test
@@ -85,7 +85,7 @@ class HuggingFaceImages(OwnImages):
             self.find_splits()
 
     def prepare_data(self) -> None:
-        """Download the data set, unless that has been done."""
+        """Download the data set, if it is not in the cache."""
         self.find_splits()
 
     def find_splits(self) -> tuple[Pictures, Pictures | None, Pictures | None]:
@@ -152,7 +152,7 @@ class HuggingFaceImages(OwnImages):
         values, kind = dataset.with_format(None)[label][:], dataset.features[label]
         named = isinstance(kind, self._datasets.ClassLabel)
         for row, value in enumerate(values):
-            # The hub's mark of labels that are kept secret.
+            # Label -1 marks hidden labels on the hub.
             if value is None or (named and value < 0):
                 raise MisconfigurationException(
                     f"{source}, row {row}: there is no label in {label!r}, but {value!r}; name another split, or leave"
@@ -189,7 +189,7 @@ class _Rows(Pictures):
         self._dataset, self._image, self.targets, self._source = dataset, image, targets, source
         self._rows = range(len(dataset)) if rows is None else rows
         kind = dataset.features[image]
-        # Of a column that holds paths or bytes until it is told to decode them, too.
+        # Also decodes a column that holds undecoded paths or bytes.
         self._images = dataset.with_format(None).select_columns([image]).cast_column(image, type(kind)(mode=kind.mode))
 
     def open(self, row: int) -> Image.Image:

@@ -21,7 +21,7 @@ _MOST_KEPT = 2**28
 
 
 class ImageBatch:
-    """Samples that already lie in one tensor, readable as a sequence of ``(image, target)`` pairs.
+    """A batch of images in one tensor, also readable as a sequence of ``(image, target)`` pairs.
 
     `TensorImages` returns it for a batch of indices. `collate_images` takes the tensors out at no cost; other collate
     functions, such as ``torch.utils.data.default_collate``, find the samples they expect.
@@ -151,7 +151,7 @@ class TensorImages(HasColumns, Dataset[tuple[Tensor, int]]):
 
     @property
     def deterministic(self) -> bool:
-        """Whether a sample is the same whenever it is fetched: without augmentation."""
+        """Whether fetching a sample twice gives the same values: true without augmentation."""
         return not self.crop_padding and not self.mirror
 
     def __len__(self) -> int:
@@ -179,12 +179,12 @@ class TensorImages(HasColumns, Dataset[tuple[Tensor, int]]):
         return ImageBatch(*made)
 
     def by_rows(self) -> _RowsOfImages | None:
-        """Return how a batch is made of rows, on any device; ``None`` for a subclass, which may fetch otherwise."""
+        """The reader of batches on any device; ``None`` for a subclass, which may fetch samples differently."""
         return _RowsOfImages(self) if type(self) is TensorImages else None
 
 
 class _Normalised:
-    """Normalised images, which take four bytes for each of theirs, and the constants of normalisation on a device."""
+    """Cache of normalised images (four times the memory) and of the normalisation's constants by device."""
 
     def __init__(self) -> None:
         self._of: tuple[Any, ...] = ()
@@ -194,19 +194,18 @@ class _Normalised:
         self._constants_of: tuple[Any, ...] = ()
 
     def __getstate__(self) -> dict[str, Any]:
-        # Neither copies nor other processes get them.
+        # Copies and other processes start with an empty cache.
         return vars(_Normalised())
 
     def of(self, images: TensorImages, samples: int) -> Tensor | None:
-        """Return all images, normalised, given how many samples are about to be read.
+        """All images, normalised; ``None`` while the cache is not worth its memory.
 
-        It is ``None`` for more than 256 MiB, in a worker of a loader, and until as many samples have been read as there
-        are.
+        That is so for more than 256 MiB, in a loader's worker, and until more samples were read than there are.
         """
         if 4 * images.images.numel() > _MOST_KEPT or get_worker_info() is not None:
             return None
         parts = images.images, images.mean, images.std
-        # The tensors are held, so that no others have their addresses.
+        # References keep the tensors alive, so that their ids stay unique.
         of = images.pixel_max, *map(id, parts), *map(written, parts), parts
         if self._of[:-1] != of[:-1]:
             self._of, self._read, self._images = of, 0, None
@@ -218,7 +217,7 @@ class _Normalised:
     def constants(self, images: TensorImages, device: torch.device) -> tuple[Tensor, ...]:
         """The greatest pixel value, the means and the standard deviations on a device, copied once."""
         parts = images.mean, images.std
-        # The tensors are held, so that no others have their addresses.
+        # References keep the tensors alive, so that their ids stay unique.
         of = images.pixel_max, device, *map(written, parts), parts
         if self._constants_of[:-1] != of[:-1]:
             self._constants_of = of
@@ -241,7 +240,7 @@ class _RowsOfImages:
         return self._images.images, self._images.targets
 
     def draw(self, samples: int, generator: torch.Generator | None) -> Tensor | None:
-        """Return for each sample its crop's offsets and whether it is mirrored, as rows of an int64 tensor."""
+        """Augmentation of each sample: crop offsets and mirroring, as rows of an int64 tensor."""
         found = []
         if self._images.crop_padding:
             found.append(torch.randint(2 * self._images.crop_padding + 1, (2, samples), generator=generator))
@@ -250,19 +249,19 @@ class _RowsOfImages:
         return torch.cat(found) if len(found) > 1 else found[0] if found else None
 
     def made(self, samples: int) -> list[Tensor] | None:
-        """Return normalised images and targets of which ``samples`` are read, where they are kept on the CPU."""
+        """Normalised images and targets from the cache; ``None`` without a cache."""
         images = self._images.normalised.of(self._images, samples)
         return None if images is None else [images, self._images.targets]
 
     def make(self, rows: Sequence[Tensor], draws: Tensor | None) -> list[Tensor]:
-        """Return normalised and augmented images, and their targets."""
+        """Normalised and augmented images, and their targets."""
         pixels, targets = rows
         if draws is not None:
             pixels = self._augment(pixels, draws)
         images = self._images
         of: tuple[Any, ...] = images.pixel_max, images.mean, images.std
         if pixels.device.type != "cpu":
-            # To divide by a number, a GPU would multiply by its reciprocal, which rounds otherwise.
+            # A GPU divides by a Python number as a product with its reciprocal, which rounds differently.
             of = images.normalised.constants(images, pixels.device)
         return [pixels.float().div_(of[0]).sub_(of[1]).div_(of[2]), targets]
 

@@ -1,4 +1,4 @@
-"""Texts to train a language model on: instructions and their answers, conversations, or plain texts."""
+"""`Instructions`: instructions with answers, conversations or plain texts, for training a language model."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _ROLES = {"human": "user", "gpt": "assistant", "chatgpt": "assistant"}
 
 
 class Instructions(TextSplits):
-    r"""Prompts and answers to train a language model on, of which answers alone are predicted; for `CausalLM`.
+    r"""Prompts and answers for training a language model; only the answers are predicted. For `CausalLM`.
 
     A row becomes a text in one of three ways. With ``prompt`` (the default) it is this template, filled with the row's
     columns, and then the column ``answer``. With ``messages`` it is a conversation, which the tokenizer's own chat
@@ -149,18 +149,18 @@ class Instructions(TextSplits):
         return PadTexts(self._padding(), self.pad_to_multiple_of)
 
     def train_dataloader(self) -> DataLoader:
-        """Shuffled batches of the training set, packed where ``packing`` says so."""
+        """Shuffled batches of the training set, packed if ``packing`` is set."""
         loader = super().train_dataloader()
         if self.packing:
             loader.collate_fn = PackTexts(self._padding(), self.max_length, self.pad_to_multiple_of)
         return loader
 
     def decode(self, tokens: Tensor) -> list[str]:
-        """Return the texts of rows of tokens, such as the answers that `CausalLM` predicts, without special tokens."""
+        """The texts of rows of tokens, such as the answers that `CausalLM` predicts, without special tokens."""
         return [text.strip() for text in self.load_tokenizer().batch_decode(tokens, skip_special_tokens=True)]
 
     def read(self, part: str) -> Table:
-        """Return the rows of ``fit``, ``validate`` or ``test``."""
+        """The rows of ``fit``, ``validate`` or ``test``."""
         table = super().read(part)
         if self.share is None or not (part == "fit" or part in self._held_back):
             return table
@@ -188,14 +188,14 @@ class Instructions(TextSplits):
             )
 
     def tokenize(self, part: str, table: Table) -> AnsweredTexts:
-        """Return the samples of a split."""
+        """The samples of a split."""
         tokenizer = self.load_tokenizer()
         if self.messages is not None:
             found = self._conversations(tokenizer, table, self.messages)
         else:
             found = self._answers(tokenizer, table)
         cut = [(ids[: self.max_length], answered[: self.max_length]) for ids, answered in found]
-        # The first token has none before it that predicts it.
+        # No token predicts the first token.
         kept = [row for row, (_, answered) in enumerate(cut) if any(answered[1:])]
         if not kept:
             raise MisconfigurationException(
@@ -224,7 +224,7 @@ class Instructions(TextSplits):
             ]
         begin = tokenizer("")["input_ids"][:1]
         begin = begin if begin == [tokenizer.bos_token_id] else []
-        # Apart, so that no token is of both.
+        # Tokenised separately, so that no token spans both.
         before, after = (
             tokenizer(texts, add_special_tokens=False, return_attention_mask=False)["input_ids"]
             for texts in (prompts, answers)
@@ -257,7 +257,7 @@ class _Malformed(Exception):
 
 
 def _conversation(tokenizer: Any, said: Any) -> tuple[list[int], list[bool]]:
-    """Return the tokens of a conversation, and which of them the assistant says."""
+    """The tokens of a conversation, and a mask of the assistant's tokens."""
     if not isinstance(said, Sequence) or isinstance(said, str) or not all(isinstance(each, Mapping) for each in said):
         raise _Malformed(f"must be a list of dictionaries, got {str(said)[:80]!r}")
     messages = []
@@ -271,7 +271,7 @@ def _conversation(tokenizer: Any, said: Any) -> tuple[list[int], list[bool]]:
         try:
             text = tokenizer.apply_chat_template(messages[:count], tokenize=False, add_generation_prompt=ask)
         except Exception as error:
-            # Templates raise errors of jinja, of which transformers makes no kind of its own.
+            # Templates raise errors of jinja, which transformers does not wrap.
             raise _Malformed(f"does not fit the tokenizer's chat template: {error}") from error
         return tokenizer(text, add_special_tokens=False)["input_ids"]
 

@@ -1,4 +1,4 @@
-"""`OwnImages`, the base class of the datamodules of anyone's images: how they are divided, decoded and held."""
+"""`OwnImages`, the base class of datamodules for users' images: splits, decoding and memory."""
 
 from __future__ import annotations
 
@@ -30,14 +30,14 @@ _AT_ONCE = 1024
 
 
 class Pictures:
-    """Images that are not decoded yet, and the class index of each."""
+    """Undecoded images and their class indices."""
 
     targets: Tensor
     rows: Rows | None = None
     """Which of those that were found they are; ``None``: all of them."""
 
     def open(self, row: int) -> Image.Image:
-        """Return an image.
+        """An image.
 
         Raises:
             OSError: If it cannot be read.
@@ -45,22 +45,22 @@ class Pictures:
         raise NotImplementedError
 
     def place(self, row: int) -> str:
-        """Say where an image comes from, for messages."""
+        """Where an image comes from, for error messages."""
         raise NotImplementedError
 
     def select(self: PicturesT, rows: Sequence[int]) -> PicturesT:
-        """Return some of them, in this order."""
+        """The images at ``rows``, in this order."""
         raise NotImplementedError
 
     def describe(self, images: TensorImages) -> None:
-        """Leave on the decoded images what else is known of them."""
+        """Set further columns, such as clients, as attributes of the decoded images."""
 
 
 PicturesT = TypeVar("PicturesT", bound=Pictures)
 
 
 class OwnImages(VisionDataModule):
-    """Base class of the datamodules of anyone's images. A subclass finds them in ``find_splits``.
+    """Base class of datamodules for users' images. A subclass finds them in ``find_splits``.
 
     Each split is decoded once and held as one ``uint8`` tensor: in memory, or beyond ``memory_limit`` in a temporary
     file, of which the operating system keeps in memory what there is room for. Images have 8 bits in each channel.
@@ -114,12 +114,12 @@ class OwnImages(VisionDataModule):
                 raise MisconfigurationException(f"{name} must have {channels} values, one per channel, got {values}")
         self.channels, self.test_share, self.memory_limit = channels, test_share, memory_limit
         self._given = mean, std
-        # Of these images, where other data sets have it as a class attribute.
+        # An instance attribute here; other data sets have it on the class.
         vars(self)["mirror"] = mirror
         self._pictures: dict[str, Pictures] = {}
 
     def find_splits(self) -> tuple[Pictures, Pictures | None, Pictures | None]:
-        """Return the images to train on, to test on and to validate on.
+        """The images to train on, to test on and to validate on.
 
         ``None`` for tests: a share of the first is held out. ``None`` for validation: what ``validation`` says. It sets
         ``classes`` unless the constructor has.
@@ -148,7 +148,7 @@ class OwnImages(VisionDataModule):
             self.validation_set = self._images("validation", self._decode(self._pictures["validation"]), False)
 
     def _divided(self) -> dict[str, Pictures]:
-        """Return each split's images."""
+        """Each split's images."""
         train, test, validation = self.find_splits()
         if test is None:
             train, test = self._held_out(train, self.test_share, "test_share")
@@ -242,7 +242,7 @@ def _selected(pictures: PicturesT, kept: Tensor) -> PicturesT:
 def choose_splits(
     splits: Sequence[str], validation: float | str | None, test: str | None = None
 ) -> tuple[str | None, str | None]:
-    """Return which of the splits beside the training images is tested on, and which other one is validated on.
+    """Names of the splits for test and validation; ``None`` for no such split.
 
     Args:
         splits: Names, in capitals or not.
@@ -261,13 +261,13 @@ def choose_splits(
     if validation is None:
         apart = first(_VALIDATION_NAMES, test or first(_TEST_NAMES, None))
     else:
-        # Of strings, "test" alone is no split's name.
+        # The string "test" means the test images, any other string a split's name.
         apart = validation if isinstance(validation, str) and validation != "test" else None
     return test or first(_TEST_NAMES, apart), apart
 
 
 def _moments(pixels: Tensor) -> tuple[list[float], list[float]]:
-    """Return mean and standard deviation of each channel, of pixels in [0, 1]; at least one step of a pixel."""
+    """Mean and standard deviation of each channel for pixels in [0, 1]; the deviation is at least 1/255."""
     total = torch.zeros(pixels.shape[1], dtype=torch.float64)
     squares = torch.zeros_like(total)
     for part in pixels.split(_AT_ONCE):

@@ -38,7 +38,7 @@ class SplitsInMemory(LightningDataModule):
         self.test_set: Dataset | None = None
 
     def collate(self) -> Callable[[Sequence[Any]], Any]:
-        """Return the loaders' collate function."""
+        """The loaders' collate function."""
         raise NotImplementedError(f"{type(self).__name__} must define collate")
 
     def train_dataloader(self) -> DataLoader:
@@ -81,7 +81,7 @@ class SplitsInMemory(LightningDataModule):
 
 
 def check_shares(test_share: float, validation: str | float) -> None:
-    """Refuse shares to hold out that are none; ``validation`` may be ``"test"``."""
+    """Raise if a held-out share is out of range; ``validation`` may be ``"test"``."""
     check_number("test_share", test_share, above=0, below=1)
     if validation != "test":
         check_number("validation", validation, above=0, below=1, hint="'test' to validate on the test set")

@@ -1,4 +1,4 @@
-"""Rows of named columns: from files, from Hugging Face `datasets`, or from Python's own lists.
+"""Tables of named columns: from files, from Hugging Face `datasets`, or from lists of dictionaries.
 
 The datamodules of texts read their splits as a `Table`, and keep it beside the tokens, so that `ByKey` finds clients in
 any of its columns.
@@ -21,7 +21,7 @@ from lightning_lowrank.federated.data.rows import Rows
 
 
 class Table:
-    """Columns of one length, and where each of their rows came from.
+    """Columns of equal length, and the origin of each row.
 
     Args:
         columns: The columns by name.
@@ -62,14 +62,14 @@ class Table:
         return self._columns[name]
 
     def place(self, row: int) -> str:
-        """Say where a row came from."""
+        """Where a row came from, for error messages."""
         number = int(self.rows.numbers[row]) if row < len(self.rows.numbers) else row
         if self.first_line is None:
             return f"{self.source}, row {number}"
         return f"{self.source}, line {self.first_line + number}"
 
     def find(self, names: Sequence[str], argument: str) -> str:
-        """Return the first of these names that a column has.
+        """The first of these names that is a column's.
 
         Raises:
             MisconfigurationException: If there is none; ``argument`` is what names the column.
@@ -83,13 +83,13 @@ class Table:
         return found
 
     def select(self, rows: Sequence[int]) -> Table:
-        """Return the table of some of the rows."""
+        """A table of the rows at ``rows``."""
         columns = {name: [column[row] for row in rows] for name, column in self._columns.items()}
         return Table(columns, self.source, self.first_line, self.classes, self.rows.select(list(rows)))
 
 
 class HasColumns:
-    """A dataset that holds beside its samples the columns of a `Table` or of a `datasets.Dataset`."""
+    """Mixin for a dataset that also has the columns of a `Table` or of a `datasets.Dataset`."""
 
     columns: Any = None
     """What else is known of each sample, if anything; of as many rows as there are samples."""
@@ -99,11 +99,11 @@ class HasColumns:
 
     @property
     def column_names(self) -> list[str]:
-        """Names of the columns that are known of each sample."""
+        """Names of the columns."""
         return [] if self.columns is None else self.columns.column_names
 
     def column(self, name: str) -> Sequence[Any]:
-        """Return a column.
+        """A column.
 
         Raises:
             KeyError: If there is none of this name.
@@ -114,7 +114,7 @@ class HasColumns:
 
 
 def find_file(root: str, name: str) -> Path:
-    """Return the path of a file in a folder.
+    """The path of a file in a folder.
 
     Raises:
         MisconfigurationException: If there is no such folder or file.
@@ -129,7 +129,7 @@ def find_file(root: str, name: str) -> Path:
 
 
 def read_text(path: Path) -> str:
-    """Return the text of a file in UTF-8, without a byte order mark."""
+    """The text of a file in UTF-8, without a byte order mark."""
     try:
         return path.read_text(encoding="utf-8-sig")
     except UnicodeDecodeError as error:
@@ -137,7 +137,7 @@ def read_text(path: Path) -> str:
 
 
 def read_table(path: Path, names: Sequence[str] | None = None) -> Table:
-    r"""Read a file of rows: ``.jsonl``, ``.json`` (a list of objects), ``.csv``, or else columns apart by tabs.
+    r"""Read a file of rows: ``.jsonl``, ``.json`` (a list of objects), ``.csv``, or tab-separated columns.
 
     Quotes mean something in ``.csv`` alone, as in GLUE's files; its empty lines mean nothing.
 
@@ -168,7 +168,7 @@ def read_table(path: Path, names: Sequence[str] | None = None) -> Table:
         return table_of(rows, str(path), first_line=1)
     if path.suffix == ".csv":
         cells = _csv_cells(text, path)
-        # A quoted cell may hold line ends, so that a row has no line of its own.
+        # A quoted cell may hold line ends, so that rows and lines differ.
         first_line = None
     else:
         cells, first_line = [line.rstrip("\r").split("\t") for line in lines], 1
@@ -190,7 +190,7 @@ def read_table(path: Path, names: Sequence[str] | None = None) -> Table:
 
 
 def _csv_cells(text: str, path: Path) -> list[list[str]]:
-    """Return the cells of each row, without empty rows; a cell may be of any length."""
+    """The cells of each row, without empty rows; a cell may be of any length."""
     limit = csv.field_size_limit(max(len(text), 1))
     try:
         return [row for row in csv.reader(io.StringIO(text, newline="")) if row]
@@ -201,7 +201,7 @@ def _csv_cells(text: str, path: Path) -> list[list[str]]:
 
 
 def table_of(rows: Any, source: str, first_line: int | None = None) -> Table:
-    """Return the table of a `datasets.Dataset` or of a list of dictionaries.
+    """The table of a `datasets.Dataset` or of a list of dictionaries.
 
     Columns of a list are those of the first row; a row that lacks one has ``None``. A ``ClassLabel`` column holds the
     names of its classes, and -1 where a label is kept back.
@@ -232,7 +232,7 @@ def table_of(rows: Any, source: str, first_line: int | None = None) -> Table:
 
 
 def check_stored(rows: Any, source: str) -> None:
-    """Refuse what is no `datasets.Dataset`, such as a streamed one; one with a transform; and one without rows.
+    """Raise if it is no `datasets.Dataset`, such as a streamed one, has a transform, or has no rows.
 
     Raises:
         MisconfigurationException: If it is refused.
@@ -258,7 +258,7 @@ def _named(values: Sequence[Any], classes: Sequence[str] | None) -> Sequence[Any
 
 
 def load_splits(dataset: Any, root: str | None, user: str) -> Mapping[str, Any]:
-    """Return the splits of a data set by name.
+    """The splits of a data set by name.
 
     Args:
         dataset: Name of a data set on the Hugging Face hub, or a local folder of files or of ``save_to_disk``; a list
@@ -294,7 +294,7 @@ def load_splits(dataset: Any, root: str | None, user: str) -> Mapping[str, Any]:
 
 
 def split_of(splits: Mapping[str, Any], name: str, argument: str) -> Any:
-    """Return a split by its name.
+    """A split by its name.
 
     Raises:
         MisconfigurationException: If there is none; ``argument`` is what names it.

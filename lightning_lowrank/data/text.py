@@ -133,7 +133,7 @@ class TextClassification(TextSplits):
         self._two_columns = dataset is None and found is None and given is None
 
     def prepare(self, read: Mapping[str, Table]) -> None:
-        """Find the classes, where they are neither given nor known."""
+        """Find the classes in the labels, if they are neither given nor known."""
         if read and self.classes is None and not self.regression:
             self.classes = self.labels or self._classes_of(read["fit"] if "fit" in read else self.read("fit"))
 
@@ -142,13 +142,13 @@ class TextClassification(TextSplits):
         return PadTexts(self.load_tokenizer().pad_token_id, self.pad_to_multiple_of)
 
     def read_file(self, path: Path, part: str) -> Table:
-        """Return the rows of a file."""
+        """The rows of a file."""
         if self._two_columns:
             return self._read_two_columns(path)
         return read_table(path, COLA_COLUMNS if self.task == "cola" and part != "test" else None)
 
     def _read_two_columns(self, path: Path) -> Table:
-        """Return the text and the label of each line of a file, except the header's."""
+        """The text and the label of each line of a file, except the header's."""
         lines = read_text(path).removesuffix("\n").split("\n")
         samples = []
         for number, line in enumerate(lines, start=1):
@@ -169,7 +169,7 @@ class TextClassification(TextSplits):
         return Table({"text": texts, "label": labels}, str(path), first_line=1 + self.header)
 
     def _targets_of(self, table: Table, part: str) -> list[Any] | None:
-        """Return the rows' labels as they were read; ``None`` where a test set has none.
+        """The rows' labels as they were read; ``None`` for a test set without labels.
 
         Data sets on the hub put -1, or nothing, for a label that is kept back. Elsewhere -1 may be a class.
         """
@@ -204,11 +204,11 @@ class TextClassification(TextSplits):
         index_of = {label: index for index, label in enumerate(self.classes)}
         named = table.classes.get(table.find(self._label, "label"))
         if self.labels is not None and named is not None and index_of.keys().isdisjoint(named):
-            # The hub names the labels that some of GLUE's own files number.
+            # For these tasks the hub has names where GLUE's own files have numbers.
             numbered = {name: index_of.get(str(number)) for number, name in enumerate(named)}
             index_of.update({name: index for name, index in numbered.items() if index is not None})
         elif self.labels is not None and all(map(_is_integer, values)) and not any(map(_is_number, self.labels)):
-            # The hub numbers the labels that others of them spell out.
+            # For these tasks the hub has numbers where GLUE's own files have names.
             index_of.update({str(index): index for index in range(len(self.classes))})
         for row, value in enumerate(values):
             if str(value) not in index_of:
@@ -231,7 +231,7 @@ class TextClassification(TextSplits):
         return numbers
 
     def tokenize(self, part: str, table: Table) -> TokenizedTexts:
-        """Return the samples of a split."""
+        """The samples of a split."""
         names = [table.find(names, "text") for names in self._texts]
         texts = [list(table[name]) for name in names]
         for name, column in zip(names, texts, strict=True):
@@ -244,12 +244,12 @@ class TextClassification(TextSplits):
         encoded = self.load_tokenizer()(
             *texts, truncation=True, max_length=self.max_length, return_attention_mask=False
         )
-        # One text is all zeros, which models take for granted.
+        # Models assume zeros for a single text.
         types = encoded.get("token_type_ids") if len(texts) == 2 else None
         return TokenizedTexts(encoded["input_ids"], targets, types, table)
 
     def check_tokenizer(self, tokenizer: Any) -> None:
-        """Check that it can cut texts off at ``max_length`` and pad them."""
+        """Raise if the tokenizer cannot truncate at ``max_length`` and pad."""
         if tokenizer.pad_token_id is None:
             raise MisconfigurationException(
                 f"tokenizer={self.tokenizer!r} has no padding token, which a batch of texts needs: save one with it"

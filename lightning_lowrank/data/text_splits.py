@@ -1,4 +1,4 @@
-"""`TextSplits`, the base class of the datamodules of texts: where their splits are read, and their tokenizer.
+"""`TextSplits`, the base class of the datamodules of texts: reading of splits, and the tokenizer.
 
 A subclass says how a `Table` becomes samples.
 """
@@ -102,7 +102,7 @@ class TextSplits(SplitsInMemory):
         return self._loader(Subset(self.validation_set, ordered), "validate", self.eval_batch_size)
 
     def read(self, part: str) -> Table:
-        """Return the rows of ``fit``, ``validate`` or ``test``."""
+        """The rows of ``fit``, ``validate`` or ``test``."""
         name = self.parts[part]
         if self.dataset is None:
             return self.read_file(find_file(self.root, name), part)
@@ -111,18 +111,18 @@ class TextSplits(SplitsInMemory):
         return table_of(split_of(self.dataset, name, _ARGUMENTS[part]), f"dataset[{name!r}]")
 
     def read_file(self, path: Path, part: str) -> Table:
-        """Return the rows of a file."""
+        """The rows of a file."""
         return read_table(path)
 
     def prepare(self, read: Mapping[str, Table]) -> None:
-        """Find what all splits share in those that were read; called before `tokenize`."""
+        """Compute what all splits share, such as the classes, from the splits read; called before `tokenize`."""
 
     def tokenize(self, part: str, table: Table) -> Dataset:
-        """Return the samples of a split."""
+        """The samples of a split."""
         raise NotImplementedError(f"{type(self).__name__} must define tokenize")
 
     def load_tokenizer(self) -> Any:
-        """Return the tokenizer, loaded and checked once."""
+        """The tokenizer, loaded and checked once."""
         if self._loaded is None:
             tokenizer = load_tokenizer(self.tokenizer, type(self).__name__)
             self.check_tokenizer(tokenizer)
@@ -130,7 +130,7 @@ class TextSplits(SplitsInMemory):
         return self._loaded
 
     def check_tokenizer(self, tokenizer: Any) -> None:
-        """Refuse a tokenizer that does not fit."""
+        """Raise if the tokenizer is unsuitable."""
         if not self.max_length <= tokenizer.model_max_length:
             raise MisconfigurationException(
                 f"max_length={self.max_length} does not fit tokenizer={self.tokenizer!r}, which takes"
@@ -139,6 +139,6 @@ class TextSplits(SplitsInMemory):
 
 
 def names_of_parts(given: Sequence[str | None], dataset: Any, files: Sequence[str], splits: Sequence[str]) -> list[str]:
-    """Return the names of the three parts: those given, or else those of files or of splits."""
+    """Names of the three splits: the ones given, or the defaults for files or for a data set's splits."""
     defaults = files if dataset is None else splits
     return [name or default for name, default in zip(given, defaults, strict=True)]

@@ -60,7 +60,7 @@ class TinyImageNet(PhotographDataModule):
         return self.folder.with_suffix(".safetensors")
 
     def prepare_data(self) -> None:
-        """Download the archive if it is needed and ``download`` is set, and decode its images unless a run has."""
+        """Download the archive if needed and ``download`` is set, and decode its images if no run has done so."""
         if not self.decoded.is_file() and (self.download or self.folder.is_dir()):
             self._open(train=False, download=self.download)
 
@@ -79,7 +79,7 @@ class TinyImageNet(PhotographDataModule):
         return SimpleNamespace(data=images, targets=targets)
 
     def _unpack(self) -> None:
-        """Download the archive and unpack it; the folder is there only when it is complete."""
+        """Download and unpack the archive; the folder only appears when it is complete."""
         root = self.folder.parent
         root.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=root) as unpacked:
@@ -118,7 +118,7 @@ class TinyImageNet(PhotographDataModule):
         return found
 
     def _validation_images(self, classes: dict[str, int]) -> list[tuple[Path, int]]:
-        """Return the files and classes that the annotations name; a line is a file name, a class and a box."""
+        """The files and classes that the annotations name; a line is a file name, a class and a box."""
         annotations = self.folder / "val" / "val_annotations.txt"
         samples = []
         for number, line in enumerate(annotations.read_text().splitlines(), start=1):

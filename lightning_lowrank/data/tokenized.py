@@ -1,4 +1,4 @@
-"""Tokenised texts in memory, and how those of a batch are padded or packed.
+"""Tokenised texts in memory, and collate functions that pad or pack them.
 
 All texts of a file are tokenised in one call, and kept as one tensor of tokens with the place where each text begins. A
 batch is padded only to its own longest text.
@@ -106,7 +106,7 @@ class TokenizedTexts(HasColumns, Dataset[dict[str, Any]]):
 
 
 class AnsweredTexts(TokenizedTexts):
-    """Tokenised texts of which some tokens are to be predicted, such as the answers to prompts.
+    """Tokenised texts with labels for some tokens, such as those of the answers to prompts.
 
     A sample is ``{"input_ids": tokens, "labels": labels}``, both of the text's own length. Labels are the tokens
     themselves where they are to be predicted, and -100 elsewhere. A model of transformers shifts them by one itself.
@@ -136,7 +136,7 @@ class AnsweredTexts(TokenizedTexts):
 
 
 class PadTexts:
-    """Collate function that pads samples on the right, to the longest of them or somewhat more.
+    """Collate function that pads samples on the right, to the longest or to a multiple.
 
     Samples are dictionaries of ``input_ids`` and, where all have them, ``token_type_ids`` (padded with 0) and
     ``labels``: numbers, or a label for each token (padded with -100).
@@ -179,7 +179,7 @@ class PadTexts:
 
 
 class PackTexts:
-    """Collate function that puts several texts into one row, so that little is padding.
+    """Collate function that packs several texts into one row, to reduce padding.
 
     Texts stay in order; one that fits into no row begun before begins the next. ``segments`` numbers the texts of a
     row from 1, with 0 for padding, and ``position_ids`` begin at 0 in each. `CausalLM` makes of ``segments`` an
@@ -229,7 +229,7 @@ class PackTexts:
             return _padded(texts, padding, self.multiple_of)
 
         def labels_of(number: int, index: int) -> Tensor:
-            # The token before the first is another text's.
+            # The token before a text's first token belongs to another text.
             labels = torch.as_tensor(samples[index]["labels"]).clone()
             labels[0] = IGNORED
             return labels

@@ -41,7 +41,7 @@ class TorchvisionDataModule(VisionDataModule):
         return type(self).dataset_class(self.root, train=train, download=download)
 
     def prepare_data(self) -> None:
-        """Download both splits if ``download`` is set and they are not there."""
+        """Download both splits if ``download`` is set and they are missing."""
         if self.download:
             for train in (True, False):
                 self._open(train, download=True)

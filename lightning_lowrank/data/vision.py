@@ -93,7 +93,7 @@ class VisionDataModule(SplitsInMemory):
         return images, targets, Rows.all(len(images))
 
     def setup(self, stage: str | None = None) -> None:
-        """Load what ``stage`` reads (``None``: everything), unless it is loaded already."""
+        """Load the splits of ``stage`` (``None``: all), once."""
         validates_on_test = self.validation == "test"
         if self.test_set is None and (validates_on_test or stage in (None, "test", "predict")):
             self.test_set = self._dataset(*self.load_split(train=False), augment=False)
@@ -114,7 +114,7 @@ class VisionDataModule(SplitsInMemory):
         return collate_images
 
     def _within_limit(self, samples: int) -> Tensor | None:
-        """Return the ascending places of those of so many samples that ``limit_samples`` keeps; ``None`` for all."""
+        """Ascending indices of the samples that ``limit_samples`` keeps; ``None`` for all."""
         if self.limit_samples is None or self.limit_samples >= samples:
             return None
         order = torch.randperm(samples, generator=torch.Generator().manual_seed(self.seed))
@@ -176,7 +176,7 @@ class Digits(VisionDataModule):
         self._rows: dict[bool, Rows] = {}
 
     def load_images(self, train: bool) -> tuple[Tensor, Tensor]:
-        """Return the images that are (``train``) or are not in the training share."""
+        """The images of the training share, or the others."""
         from sklearn.datasets import load_digits
 
         digits = load_digits()
@@ -192,13 +192,13 @@ class Digits(VisionDataModule):
         return images[rows], targets[rows]
 
     def load_split(self, train: bool) -> tuple[Tensor, Tensor, Rows]:
-        """Return these images, and their rows among all 1,797."""
+        """The images of a split, and their rows among all 1,797."""
         images, targets = self.load_images(train)
         return images, targets, self._rows.get(train, Rows.all(len(images)))
 
 
 def stratified_split(targets: Tensor, share: float, seed: int) -> tuple[Tensor, Tensor]:
-    """Ascending indices of the samples that stay and of those held out: ``share`` of all, and as nearly of every class.
+    """Ascending indices of the kept and the held-out samples; every class is held out in proportion.
 
     The numbers of the classes are rounded so that their sum is that of all, rounded.
     """
@@ -207,7 +207,7 @@ def stratified_split(targets: Tensor, share: float, seed: int) -> tuple[Tensor, 
     orders = [torch.randperm(len(members), generator=generator) for members in classes]
     counts = [round(share * len(members)) for members in classes]
     lacking = round(share * len(targets)) - sum(counts)
-    # Classes that lack equally much are drawn: of numbers to predict the least would be held out otherwise.
+    # Ties between classes are broken at random: with regression targets, the smallest would always be held out.
     drawn = torch.randperm(len(classes), generator=generator).tolist()
     lack = [share * len(members) - count for members, count in zip(classes, counts, strict=True)]
     step = 1 if lacking > 0 else -1
@@ -220,7 +220,7 @@ def stratified_split(targets: Tensor, share: float, seed: int) -> tuple[Tensor, 
 
 
 def hold_out(targets: Tensor, share: float, seed: int, argument: str, what: str) -> tuple[Tensor, Tensor]:
-    """Return `stratified_split`'s indices; refuse an ``argument`` of which one part of ``what`` comes out empty."""
+    """`stratified_split`'s indices; raise, naming ``argument``, if one part is empty."""
     kept, held_out = stratified_split(targets, share, seed)
     if not len(kept) or not len(held_out):
         purpose = "validation" if argument == "validation" else "testing"

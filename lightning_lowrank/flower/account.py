@@ -1,4 +1,4 @@
-"""What a site's samples have cost, over all studies that it takes part in.
+"""A site's privacy account: the steps spent on its samples, over all studies that it takes part in.
 
 `Site` charges each private round here before it trains, and a round that fails stays counted, since servers can have
 rounds fail. Servers name studies and sites keep a state for each, so that only a file of no study counts all of them.
@@ -23,7 +23,7 @@ _NUMBERS = {"noise_multiplier": float, "sampled": int, "population": int, "steps
 
 
 class Spending:
-    """The private steps that a client's samples have been used for, in a file of its own.
+    """A client's private steps so far, in a file.
 
     Args:
         file: The file; it need not be there yet. `check` refuses to go on without it.
@@ -41,7 +41,7 @@ class Spending:
         self._file = file
 
     def epsilon(self, delta: float, accountant: Accountant = "rdp", more: tuple[Mechanism, int] | None = None) -> float:
-        """Return the ε at a given δ of all steps so far, and of so many ``more``.
+        """ε at ``delta`` after all steps so far and the further steps ``more``.
 
         Raises:
             MisconfigurationException: If the file cannot be read.
@@ -49,13 +49,13 @@ class Spending:
         return total_epsilon([*self._read().items(), *([] if more is None else [more])], delta, accountant)
 
     def charge(self, mechanism: Mechanism, steps: int) -> None:
-        """Count so many steps, 0 or more."""
+        """Add steps to the account, 0 or more."""
         spent = self._read()
         spent[mechanism] = spent.get(mechanism, 0) + steps
         self._write(spent)
 
     def check(self) -> None:
-        """Refuse to go on without a file that can be read.
+        """Raise if the file cannot be read.
 
         Raises:
             MisconfigurationException: If it is not there, or damaged.
@@ -69,7 +69,7 @@ class Spending:
 
     @contextmanager
     def locked(self) -> Iterator[None]:
-        """Keep other processes of this site from charging."""
+        """Lock the account against other processes of this site."""
         private_folder(self._file.parent)
         without_link(self._file)
         with FileLock(f"{self._file}.lock", mode=0o600):

@@ -1,4 +1,4 @@
-"""The recipes that a site has approved, by their bytes.
+"""A site's approved recipes: comparison, approval and the values of the site's own.
 
 A site's administrator keeps one with ``lightning-lowrank flower approve FILE``. It is read as plain YAML, and nothing
 that it names is imported. The site's app asks `Approvals` for the recipe that a server sent, and runs the site's copy.
@@ -23,28 +23,28 @@ _LARGEST = 2**20
 _SHOWN_LINES = 12
 _LONGEST_LINE = 160
 _COMPARED_LINES = 2000
-# Arguments of any class that name what is on a party's disk, or how it is read.
+# Arguments of any class that name files or folders on a site's disk, or how to read them.
 _OWN = ("root", "train", "validation", "test", "indices", "model", "tokenizer", "dataset", "num_workers")
-# Of these, names of splits are not files, and stay.
+# These may also be names of splits, which are not files and stay in the recipe.
 _SPLITS = ("train", "validation", "test")
 _PLAIN_NAME = re.compile(r"\w[\w.-]*")
 _DOTTED = re.compile(r"[^\W\d]\w*(?:\.[^\W\d]\w*)+")
 _FILE_OR_ADDRESS = re.compile(r"(\w+://|[/~\\]|\.{1,2}[/\\]|\w:\\).*", re.DOTALL)
-# Names below data-root whose values are what the module or the data set opens, even where there is nothing yet.
+# Arguments that the module or data set opens below data-root, also if the file does not exist yet.
 _OPENED = ("root", "model", "tokenizer", "indices")
 
 
 def state_folder(config: Mapping[str, Any]) -> Path:
-    """Return where a party keeps its state: ``state-dir`` of its configuration, by default below Flower's own home."""
+    """Folder of a party's state: ``state-dir`` of its configuration, by default below Flower's home."""
     home = Path(os.environ.get("FLWR_HOME") or Path.home() / ".flwr")
     return Path(str(config.get("state-dir", home / "lightning_lowrank")))
 
 
 class EachOnce(yaml.SafeLoader):
-    """Refuses mappings that have a key twice, of which only the last would count."""
+    """YAML loader that refuses a key given twice in a mapping, of which the last would win."""
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
-        """Return a mapping's content."""
+        """A mapping's content."""
         keys = [self.construct_object(key, deep=True) for key, _ in node.value]
         twice = [key for number, key in enumerate(keys) if key in keys[:number]]
         if twice:
@@ -53,7 +53,7 @@ class EachOnce(yaml.SafeLoader):
 
 
 def read_plain(data: bytes, what: str) -> dict[str, Any]:
-    """Return the mapping that YAML bytes describe, without anything that a reader would have to resolve.
+    """The mapping in YAML bytes; aliases and tags, which hide content from a reader, are refused.
 
     Args:
         data: The bytes.
@@ -84,7 +84,7 @@ def read_plain(data: bytes, what: str) -> dict[str, Any]:
 
 
 def escaped(text: str, longest: int = _LONGEST_LINE) -> str:
-    """Return a line that a log or a terminal takes for nothing else than text, of bounded length."""
+    """A line as plain text of bounded length, without control characters for a terminal or log."""
     line = text[: longest + 1].encode("unicode_escape").decode()
     return line if len(line) <= longest else f"{line[:longest]} ..."
 
@@ -109,7 +109,7 @@ class Approvals:
         self.folder = folder
 
     def keep(self, data: bytes) -> Path:
-        """Approve a recipe, and return the file with its bytes."""
+        """Approve a recipe: write its bytes to a file, and return the file."""
         private_folder(self.folder)
         file = self._file(data)
         with replacing(without_link(file)) as part, private_files():
@@ -117,7 +117,7 @@ class Approvals:
         return file
 
     def begin_account(self, file: Path, anew: bool) -> None:
-        """Write the account of what a site's samples have cost, before the site's first approval.
+        """Write an empty privacy account before a site's first approval.
 
         Args:
             file: The account.
@@ -138,16 +138,16 @@ class Approvals:
             part.write_text("[]", encoding="utf-8")
 
     def own_copy(self, data: bytes) -> bytes | None:
-        """Return the site's copy of a recipe, ``None`` if it has not approved it."""
+        """The site's copy of a recipe, ``None`` if it has not approved it."""
         file = self._file(data)
         if not file.is_file():
             return None
         copy = file.read_bytes()
-        # A file that was changed is no approval of anything.
+        # A file changed after the approval approves nothing.
         return copy if copy == data else None
 
     def difference(self, data: bytes) -> str:
-        """Return how a recipe differs from the nearest approved one: a few escaped lines, to be read by the site."""
+        """The difference from the most similar approved recipe: a few escaped lines for the site."""
         lines = _lines(data)
         files = sorted(self.folder.glob("*.yaml"))
         if not files:
@@ -169,7 +169,7 @@ def _lines(data: bytes) -> list[str]:
 
 
 def read_own(file: str | None) -> dict[str, Any]:
-    """Return what a site's file fills in.
+    """The values of the site's own, by name, from its file.
 
     Raises:
         MisconfigurationException: If it cannot be read, or states a rank that is none.
@@ -182,7 +182,7 @@ def read_own(file: str | None) -> dict[str, Any]:
 
 
 def filled(content: Any, own: Mapping[str, Any], data_root: str | None = None) -> Any:
-    """Return a recipe's content with each name of the site's own in place of ``{site: NAME, default: VALUE}``.
+    """A recipe's content with the site's values for each ``{site: NAME, default: VALUE}``.
 
     Args:
         content: The content.
@@ -217,7 +217,7 @@ def filled(content: Any, own: Mapping[str, Any], data_root: str | None = None) -
 
 
 def left_to_sites(content: Any, own: dict[str, Any]) -> Any:
-    """Return a recipe's content with names in place of what is each site's own; `filled` is its inverse.
+    """A recipe's content with placeholders for the site's own values; `filled` is the inverse.
 
     Args:
         content: The content.
@@ -256,7 +256,7 @@ def left_to_sites(content: Any, own: dict[str, Any]) -> Any:
 
 
 def check_reads_nothing(content: Any) -> None:
-    """Refuse a recipe that names a file of this machine's, or what looks like a path or an address.
+    """Refuse a recipe that names a file on this machine, or anything that looks like a path or an address.
 
     Raises:
         MisconfigurationException: If it does; the message has the place.
@@ -277,12 +277,12 @@ def _is_file(text: str) -> bool:
 
 
 def _is_own(content: Any) -> bool:
-    """Return whether a part of a recipe stands for a value of the site's own."""
+    """Whether a part of a recipe is a placeholder for a site's own value."""
     return isinstance(content, dict) and "site" in content and content.keys() <= {"site", "default"}
 
 
 def places_of(content: Any, path: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield each part of a recipe that is no mapping and no list, and each name of the site's own, with its place.
+    """Yield the path and value of each leaf of a recipe; placeholders for a site's own values are leaves.
 
     A default of the site's own has a place as well.
 
@@ -304,9 +304,9 @@ def places_of(content: Any, path: str = "") -> Iterator[tuple[str, Any]]:
 
 
 def sentences(content: Mapping[str, Any]) -> list[str]:
-    """Return what a recipe says, for whoever approves it: each sentence is a line of printable text.
+    """Sentences that describe a recipe to the person who approves it, each a line of printable text.
 
-    Names that may be imported stand in a line each, and none is left out: what looks like one within a text, too.
+    Each name that could be imported has a line of its own, also one inside a longer text; none is left out.
     """
     federated, trainer = section_of(content, "federated"), section_of(content, "trainer")
     callbacks = trainer.get("callbacks") or []
@@ -336,26 +336,26 @@ def sentences(content: Mapping[str, Any]) -> list[str]:
         f"This site fills in: {', '.join(left) or 'nothing'}.",
     ]
     named = ["Code that may be imported and run:", *(f"  {each}" for each in code)]
-    # A long sentence may be cut; what may run may not be.
+    # A long sentence may be cut, but never a name that could be imported.
     return [*(escaped(each, 2000) for each in said), *(escaped(each, 10 * len(each) + 10) for each in named)]
 
 
 def _code_of(path: str, value: Any) -> list[str]:
-    """Return what a part of a recipe names that may be imported."""
+    """Names in a part of a recipe that could be imported."""
     if path.rpartition(".")[2] == "class_path":
         return [str(value)]
     return _DOTTED.findall(value) if isinstance(value, str) else []
 
 
 def section_of(content: Mapping[str, Any], name: str) -> dict[str, Any]:
-    """Return the arguments of a section of a recipe, which may name its class as well; empty if there is none."""
+    """The arguments of a section of a recipe, with or without ``class_path``; empty if it is missing."""
     found = content.get(name)
     found = found.get("init_args", found) if isinstance(found, dict) else {}
     return found if isinstance(found, dict) else {}
 
 
 def _said(value: Any) -> str:
-    """Return a part of a recipe as its class would be called, without what is left at ``None``."""
+    """A part of a recipe as a Python call, without arguments that are ``None``."""
     if isinstance(value, list):
         return f"[{', '.join(map(_said, value))}]"
     if not isinstance(value, dict):

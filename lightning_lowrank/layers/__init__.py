@@ -1,4 +1,4 @@
-"""What a low-rank weight is, the layers that have one, and converting a model to them and back."""
+"""Factorizations, low-rank layers, and the conversion of a model to them and back."""
 
 from lightning_lowrank.layers.attention import LowRankMultiheadAttention
 from lightning_lowrank.layers.conversion import convert

@@ -26,7 +26,7 @@ class LowRankMultiheadAttention(nn.MultiheadAttention):
 
     @classmethod
     def from_dense(cls, module: nn.Module, projections: Mapping[str, LowRankLayer]) -> LowRankMultiheadAttention:
-        """Put low-rank projections in the place of weights.
+        """Build a low-rank attention from a dense one.
 
         Args:
             module: The dense attention, which should not be used further: its parameters and children are
@@ -56,7 +56,7 @@ class LowRankMultiheadAttention(nn.MultiheadAttention):
         return layer
 
     def to_dense(self) -> nn.MultiheadAttention:
-        """Return the plain attention with the effective weights, new Parameters, trainable if the dense ones were."""
+        """A plain attention with the effective weights as new Parameters, trainable if the dense ones were."""
         dense = nn.MultiheadAttention.__new__(nn.MultiheadAttention)
         nn.Module.__init__(dense)
         take_over_attributes(dense, self, hooks=True)
@@ -77,7 +77,7 @@ class LowRankMultiheadAttention(nn.MultiheadAttention):
         projection = own_children(self).get(name.removesuffix("_weight"))
         return own_parameters(self).get(name) if projection is None else projection.weight
 
-    # Torch's attention reads these: the packed projection, or one each of queries, keys and values; None if absent.
+    # Attributes that torch's attention reads: one packed projection, or one each of queries, keys and values, or None.
     in_proj_weight: Any = property(lambda self: self._weight("in_proj_weight"))
     q_proj_weight: Any = property(lambda self: self._weight("q_proj_weight"))
     k_proj_weight: Any = property(lambda self: self._weight("k_proj_weight"))

@@ -1,4 +1,4 @@
-"""The ranks of weights, from settings of their own or from one budget for the whole model."""
+"""The layers' ranks, from settings for each layer or from one budget for the whole model."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _NAMED = 3
 def assign_ranks(
     model: nn.Module, layers: Sequence[Candidate], settings: LowRankSettings, spared: Set[nn.Parameter]
 ) -> None:
-    """Give each layer its rank, or the reason to leave it alone.
+    """Assign each layer a rank, or the reason why it stays dense.
 
     ``layers`` are without those that share the weight of an earlier one, ``spared`` is what ``freeze_rest`` leaves
     trained. A layer that ``freeze_rest`` would freeze is converted whatever its size, as PEFT converts it. A budget
@@ -52,7 +52,7 @@ def assign_ranks(
 
 
 def _check_rank(layer: Candidate, rank: int, settings: LowRankSettings, frozen_otherwise: bool) -> None:
-    """Leave the layer alone where the rank saves nothing, unless it would be frozen; note what is unusual then."""
+    """Keep the layer dense if its rank saves no numbers, unless the dense weight would be frozen."""
     factorization, half_frozen = settings.factorization, settings.half_frozen
     with _naming(layer):
         largest = factorization.max_rank(layer.shape, half_frozen)
@@ -101,14 +101,14 @@ class _Budget:
         def trained_cost(tensor: Tensor, wide: bool) -> int:
             return torch.promote_types(tensor.dtype, torch.float32).itemsize if in_bytes and wide else cost(tensor)
 
-        # Beside a frozen weight they begin so; with freeze_rest, `widen` makes them so.
+        # Factors of a frozen weight are float32 from the start; with freeze_rest, `widen` makes them float32.
         wide_factors = settings.role == "update" or settings.freeze_rest
         factorized = set(weights)
         outside = [p for p in model.parameters() if p not in factorized]
         trained = [p for p in outside if (p in spared if settings.freeze_rest else p.requires_grad)]
         self.settings, self.budget, self.weights = settings, settings.budget, weights
         self.costs = [trained_cost(weight, wide_factors) for weight in weights]
-        # Shapes, with what a number costs in the weight and in its factors, and whether these may be larger than it.
+        # Shape, cost of a number in the weight, cost in its factors, and whether the factors may be larger.
         self.counts = Counter(
             (
                 tuple(weight.shape),
@@ -118,7 +118,7 @@ class _Budget:
             )
             for weight, of_factors in zip(weights, self.costs, strict=True)
         )
-        # What is trained outside the weights, and the dense model.
+        # Cost of the parameters outside these weights, and of the dense model.
         outside_trained = set(trained)
         self.largest = sorted(
             ((p.numel(), name) for name, p in model.named_parameters() if p in outside_trained), reverse=True
@@ -128,16 +128,16 @@ class _Budget:
         self.dense = sum(p.numel() * cost(p) for p in model.parameters() if p.requires_grad or settings.convert_frozen)
 
     def allowed(self, tolerated: float = 0.0) -> float:
-        """Return the budget in the unit; its tolerance only absorbs rounding of a product: totals are integers."""
+        """The budget in numbers or bytes; 1e-6 absorbs the rounding of the product, because totals are integers."""
         in_share = self.settings.budget_unit == "share"
         return (self.budget + tolerated) * self.dense + 1e-6 if in_share else self.budget
 
     def numbers(self, shape: Sequence[int], rank: int) -> int:
-        """Return how many numbers the factors of a weight train."""
+        """Number of trained numbers in a weight's factors."""
         return self.settings.factorization.trained_numbers(shape, rank, self.settings.half_frozen)
 
     def total(self, ranks: Mapping[tuple[int, ...], int]) -> int:
-        """Add up all that is trained; a weight stays dense where its factors would be larger, unless they may be."""
+        """Total cost of all trained numbers; a weight whose factors would be larger counts as dense, if allowed."""
         total = self.rest
         for (shape, of_weight, of_factors, larger), count in self.counts.items():
             numbers = self.numbers(shape, ranks[shape])
@@ -146,7 +146,7 @@ class _Budget:
         return total
 
     def at_ratio(self, ratio: float) -> dict[tuple[int, ...], int]:
-        """Return each shape's rank for a ratio, where a ratio of 0 or less means the smallest."""
+        """Each shape's rank for a ratio; a ratio of 0 or less means the smallest rank."""
         factorization, half_frozen = self.settings.factorization, self.settings.half_frozen
         return {
             shape: factorization.rank_for_ratio(shape, ratio, half_frozen) if ratio > 0 else 1
@@ -154,7 +154,7 @@ class _Budget:
         }
 
     def ranks(self) -> list[int]:
-        """Return the weights' ranks, allocated by the settings."""
+        """The ranks within the budget, by the rule of ``allocation``."""
         authors = self.settings.budget_rule == "authors"
         allowed = self.allowed(_AUTHORS_STEP if authors else 0.0)
         self._check_floor(allowed)
@@ -182,7 +182,7 @@ class _Budget:
         return f"Largest of those outside: {named}. " if named else ""
 
     def _by_singular_values(self, allowed: float) -> list[int]:
-        """Return ranks given one by one, to the singular value that explains most per cost, while they fit.
+        """Ranks assigned greedily to the singular value with the most energy per cost, while the budget lasts.
 
         What one explains is its square, as a share of the sum of squares of its weight.
         """
@@ -210,7 +210,7 @@ class _Budget:
         return ranks
 
     def _largest(self, allowed: float) -> float:
-        """Go down from the bound, from one ratio at which some rank changes to the next, until it fits.
+        """The largest ratio within the budget: from the upper bound down, through each ratio at which a rank changes.
 
         The total need not fall with the ratio (block sizes are rounded up), so the first that fits from above
         is the largest. No ratio above the bound fits: one rank more than a ratio gives holds at least its share.
@@ -233,7 +233,7 @@ class _Budget:
         return ratio
 
     def _authors(self, allowed: float) -> float:
-        """Go down from the budget in the authors' steps; below 0 every rank is 1, which fits."""
+        """The ratio by the authors' rule: down from the budget in steps until it fits; below 0 every rank is 1."""
         step = 0
         ratio = self.budget
         while ratio > 0 and self.total(self.at_ratio(ratio)) > allowed:

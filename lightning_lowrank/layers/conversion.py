@@ -113,7 +113,7 @@ def convert(model: nn.Module, factorization: Factorization, *, seed: int = 0, **
 
 
 def note_buffers(model: nn.Module) -> None:
-    """Keep digests of a model's buffers beside other modules, by which an export tells whether one has changed."""
+    """Store digests of the buffers of modules with children, so that an export can tell which have changed."""
     kept = model.state_dict(keep_vars=True)
     model.buffers_before_training = {  # type: ignore[assignment]
         name: digest_of(buffer)
@@ -123,7 +123,7 @@ def note_buffers(model: nn.Module) -> None:
 
 
 def _make_low_rank(model: nn.Module, chosen: Sequence[Candidate], settings: LayerSettings, seed: int) -> None:
-    """Build the chosen layers and put them into the model; on an error, leave the model as it was."""
+    """Replace the chosen layers in the model; after an error the model is unchanged."""
     trained = [(layer.weight, layer.weight.requires_grad) for layer in chosen]
     built: dict[str, LowRankLayer] = {}
     try:
@@ -142,7 +142,7 @@ def _make_low_rank(model: nn.Module, chosen: Sequence[Candidate], settings: Laye
 
 
 def _build(layer: Candidate, settings: LayerSettings, seed: int, built: Mapping[str, LowRankLayer]) -> LowRankLayer:
-    """Make the low-rank layer, with the factors of the one it is tied to where there is one."""
+    """Build the low-rank layer; a tied layer shares the factors of the first."""
     module, kind = layer.module, low_rank_class(layer.module)
     if layer.projection:
         module, kind = _as_linear(layer.weight, module.training), LowRankLinear
@@ -162,7 +162,7 @@ def _build(layer: Candidate, settings: LayerSettings, seed: int, built: Mapping[
 
 
 def _as_linear(weight: nn.Parameter, training: bool) -> nn.Linear:
-    """Dress a weight of an attention as the linear layer it stands for, without drawing another one."""
+    """A linear layer around a weight of an attention, without drawing a new weight."""
     outputs, inputs = weight.shape
     linear = nn.Linear(inputs, outputs, bias=False, device="meta").train(training)
     linear.weight = weight
@@ -170,7 +170,7 @@ def _as_linear(weight: nn.Parameter, training: bool) -> nn.Linear:
 
 
 def _refuse_for_attention(chosen: Sequence[Candidate], settings: LayerSettings) -> None:
-    """Refuse what needs a layer to be called, because an attention reads its layers' weights."""
+    """Refuse settings that act in a layer's call: an attention reads its layers' weights and never calls them."""
     read = [layer.name for layer in chosen if layer.projection or layer.kind == "NonDynamicallyQuantizableLinear"]
     if read and (settings.dropout or settings.compute == "contracted"):
         setting = f"dropout={settings.dropout}" if settings.dropout else 'compute="contracted"'
@@ -218,7 +218,7 @@ def _report(layer: Candidate, settings: LowRankSettings) -> LayerReport:
 
 
 def _reasons(layers: Sequence[Candidate]) -> str:
-    """Say of each reason which layers have it, of many the first."""
+    """A text with each reason and the names of its layers, at most the first few."""
     names: dict[str, list[str]] = {}
     for layer in layers:
         names.setdefault(layer.reason, []).append(layer.name)

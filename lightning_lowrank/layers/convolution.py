@@ -15,7 +15,7 @@ from lightning_lowrank.layers.layer import LowRankLayer
 
 
 class _LowRankConvolution(LowRankLayer):
-    """What convolutions share: a chain of torch's convolutions, each with the geometry of the dimensions it owns.
+    """Base of low-rank convolutions: a chain of torch convolutions, one for each stage.
 
     A kernel dimension belongs to the stage whose kernel extends in it, or to the first stage where none
     does. Padding, stride and dilation of a dimension act at its stage: what the others do along other
@@ -36,7 +36,7 @@ class _LowRankConvolution(LowRankLayer):
         return self.factorization.stage_shapes(self.weight_shape, self.rank) or ()
 
     def _owners(self, stages: Sequence[Stage]) -> list[int]:
-        """Return, for each kernel dimension, the position of the stage it belongs to."""
+        """For each kernel dimension, the index of the stage that has it."""
         owners = [0] * len(self.kernel_size)
         for dimension in range(len(owners)):
             # torch before 2.9 compiles no next() with a default.
@@ -58,7 +58,7 @@ class _LowRankConvolution(LowRankLayer):
     def _count(
         self, input: Tensor, before: Sequence[int], after: Sequence[int], positions: int
     ) -> tuple[int, int, int]:
-        """Count as ``_multiply_adds`` does, from the sizes before and after each dimension's own stage."""
+        """Multiply-adds as in ``_multiply_adds``, from the sizes before and after each dimension's stage."""
         batch = 1 if input.dim() == len(self.kernel_size) + 1 else input.shape[0]
         stages = self._stage_shapes()
         owners = self._owners(stages)
@@ -81,7 +81,7 @@ class _LowRankConvolution(LowRankLayer):
         padding: Sequence[int],
         output_padding: Sequence[int] | None = None,
     ) -> Tensor:
-        """Apply one stage, with the geometry of the dimensions that it owns."""
+        """Apply one stage, with the stride, padding and dilation of its own kernel dimensions."""
         owners = self._owners(stages)
 
         def mine(values: Sequence[int], otherwise: int) -> list[int]:
@@ -96,7 +96,7 @@ class _LowRankConvolution(LowRankLayer):
 
 class _LowRankConv(_LowRankConvolution):
     def _pads(self) -> list[int]:
-        """Return the padding before and after each dimension, the last one first, as ``F.pad`` takes it."""
+        """The padding before and after each dimension, the last one first, as ``F.pad`` takes it."""
         if not isinstance(self.padding, str):
             return [size for size in reversed(self.padding) for _ in range(2)]
         reaches = zip(reversed(self.dilation), reversed(self.kernel_size), strict=True)
@@ -104,7 +104,7 @@ class _LowRankConv(_LowRankConvolution):
         return [part for total in totals for part in (total // 2, total - total // 2)]
 
     def _split_padding(self) -> tuple[list[int], list[int]]:
-        """Return the padding that comes before all stages, as ``F.pad`` takes it, and what each stage can apply."""
+        """The padding to apply before all stages, as ``F.pad`` takes it, and the padding that each stage applies."""
         pads = self._pads()
         if self.padding_mode == "zeros" and pads[::2] == pads[1::2]:
             return [0] * len(pads), pads[::-2]
@@ -142,7 +142,7 @@ class _LowRankConv(_LowRankConvolution):
 
 
 class _LowRankConvTranspose(_LowRankConvolution):
-    """A transposed convolution is the adjoint of the convolution with the same weight: stages run backwards."""
+    """Base of low-rank transposed convolutions: the stages run backwards, for the adjoint of the convolution."""
 
     first_is_input = True
 
@@ -162,7 +162,7 @@ class _LowRankConvTranspose(_LowRankConvolution):
         return [size - low for size, low in zip(asked, smallest, strict=True)]
 
     def _sizes(self, input: Tensor, output_padding: Sequence[int]) -> list[int]:
-        """Return the sizes of the output."""
+        """The output's spatial sizes."""
         assert not isinstance(self.padding, str)
         return [
             (size - 1) * self.stride[index]

@@ -19,7 +19,7 @@ from lightning_lowrank.layers.layer import LowRankLayer, low_rank_layers, terms
 
 
 def frobenius_norm_squared(layer: LowRankLayer, factors: Mapping[str, Tensor] | None = None) -> Tensor:
-    """Return the squared Frobenius norm of what a layer's factors compose, its update or its weight.
+    """The squared Frobenius norm of the tensor that a layer's factors compose: its update or its weight.
 
     Args:
         layer: A low-rank layer; in role ``"update"`` the frozen weight does not count.
@@ -51,7 +51,7 @@ def _decaying_layers(model: nn.Module, weight_decay: float) -> dict[str, LowRank
 
 
 def frobenius_penalty(model: nn.Module, weight_decay: float) -> Tensor:
-    """Return λ/2 · Σ ‖f‖², over the low-rank layers of a model, to be added to the loss.
+    """λ/2 · Σ ‖f‖² over the low-rank layers of a model, a term for the loss.
 
     Args:
         model: A converted model. Layers that share their factors count once.

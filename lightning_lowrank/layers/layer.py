@@ -69,7 +69,7 @@ def combine(
 def terms(
     factors: Mapping[str, Tensor] | nn.ParameterDict, fixed: Mapping[str, Tensor] | nn.ParameterDict, decouple: bool
 ) -> list[dict[str, Tensor]]:
-    """Return the complete sets of factors whose composed weights add up: one, or two where decoupled."""
+    """The sets of factors whose composed weights are added: one set, or two if decoupled."""
     if decouple:
         return [{"U": factors["U"], "V": fixed["V"]}, {"U": fixed["U"], "V": factors["V"]}]
     # torch before 2.10 compiles no unpacking of a ParameterDict.
@@ -146,7 +146,7 @@ class LowRankLayer(nn.Module):
 
     @classmethod
     def why_not(cls, module: nn.Module, factorization: Factorization) -> str:
-        """Return why a module cannot become a layer of this class, or an empty string."""
+        """The reason why a module cannot become a layer of this class, or an empty string."""
         if is_parametrized(module):
             return "it is parametrized (torch.nn.utils.parametrize)"
         if type(module) not in cls.dense_classes:
@@ -166,7 +166,7 @@ class LowRankLayer(nn.Module):
     def from_dense(
         cls: type[_Layer], module: nn.Module, factorization: Factorization, rank: int, *, seed: int = 0, **settings: Any
     ) -> _Layer:
-        """Build the low-rank layer that takes a dense layer's place.
+        """Build the low-rank layer of a dense layer.
 
         The new layer takes over the dense layer's settings, hooks, training mode, device, dtype and its
         bias, the same :class:`~torch.nn.Parameter`. In role ``"update"`` it also takes over the weight
@@ -285,7 +285,7 @@ class LowRankLayer(nn.Module):
         return self.factorization.init_scale_for_std(self.weight_shape, self.rank, std)
 
     def _decompose(self, weight: Tensor) -> dict[str, Tensor]:
-        """Return the values of ``factors.*`` and ``fixed.*`` that make the nearest weight."""
+        """Values of ``factors.*`` and ``fixed.*`` that approximate a weight."""
         found = self.factorization.decompose(weight, self.rank)
         trained = {f"factors.{name}": found[name] / 2 if self.decouple else found[name] for name in self.factors}
         return trained | {f"fixed.{name}": found[name] for name in self.fixed}
@@ -306,9 +306,9 @@ class LowRankLayer(nn.Module):
             assert self.merged_weight is not None
             return self.merged_weight
         found = self._composed()
-        # With a gradient, torch refuses to write into what is composed, or keeps what was written in the graph.
+        # If the composed weight has a gradient, torch itself refuses in-place writes or records them in the graph.
         if not torch.is_grad_enabled() and not torch.compiler.is_compiling() and type(found) is Tensor:
-            # An alias has the version too, when the tensor itself is gone.
+            # A view shares the version counter, and keeps it readable after the tensor is freed.
             finalize(found, _note_writing, ref(self), found.detach(), version_of(found))
         return found
 
@@ -318,7 +318,7 @@ class LowRankLayer(nn.Module):
         return self.update()
 
     def scale_at(self, rank: int) -> float:
-        """Return what the update would be multiplied by if its factors had another rank."""
+        """The scale of the update if its factors had another rank."""
         return update_scale(rank, self.alpha, self.rank_stabilized)
 
     def update(self, factors: Mapping[str, Tensor] | None = None) -> Tensor:
@@ -395,17 +395,17 @@ class LowRankLayer(nn.Module):
         self._merged_of = self._versions()
 
     def _versions(self) -> dict[int, int]:
-        """Return how often each tensor of which the weight is composed has been changed in place."""
+        """Version counters of the tensors that compose the weight."""
         return {id(value): version_of(value) for name, value in self.named_parameters() if name != "bias"}
 
     def _is_merged(self) -> bool:
-        """Return whether the layer is merged, which it no longer is once its factors have changed."""
+        """Whether the layer is merged, which it no longer is once its factors have changed."""
         if self.merged_weight is None:
             return False
         if not torch.compiler.is_compiling():
             now = self._versions()
             if now.keys() != self._merged_of.keys():
-                # A copy of the layer, or one on another device, has tensors of its own.
+                # A copied or moved layer has new tensors, whose versions start again.
                 self._merged_of = now
             elif now != self._merged_of:
                 self.unmerge()
@@ -440,7 +440,7 @@ class LowRankLayer(nn.Module):
 
     @torch.no_grad()
     def draw_factors(self, seed: int) -> dict[str, Tensor]:
-        """Return new values of the factors as ``init="uniform"`` and ``"lora"`` draw them; the layer stays as it is.
+        """New values of the factors, drawn as for ``init="uniform"`` or ``"lora"``; the layer is unchanged.
 
         Each factor has a generator of its own, derived from the seed, and is drawn on the CPU in single
         precision: the same seed gives the same factors on every device.
@@ -478,14 +478,14 @@ class LowRankLayer(nn.Module):
         return values
 
     def without_padding(self, factor: str, value: Tensor) -> Tensor:
-        """Return a value of a factor, with zeros where it stands for the padding of an embedding.
+        """A factor's value, with zeros in the row of an embedding's padding.
 
         A tensor of the weight's shape has the rows of ``U``.
         """
         return value
 
     def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
-        """Register a parameter, unless it is to take the weight's place, as that of `torch.nn.utils.prune`.
+        """Register a parameter; refuse one that would replace the weight, as `torch.nn.utils.prune` does.
 
         Raises:
             RuntimeError: If the name is ``weight``, or begins with ``weight_``.
@@ -530,7 +530,7 @@ class LowRankLayer(nn.Module):
 
     @torch.no_grad()
     def to_dense(self, *, hooks: bool = False) -> nn.Module:
-        """Return the plain layer with the effective weight, a new Parameter, trainable if the dense one was.
+        """A plain layer with the effective weight as a new Parameter, trainable if the dense one was.
 
         The bias is the same Parameter as this layer's.
 
@@ -569,7 +569,7 @@ class LowRankLayer(nn.Module):
         contracts = self.contracts(input, *geometry)
         dropout = self.dropout if self.training and input.is_floating_point() else 0.0
         apart = self._factors_are_wider
-        # Rounded to the frozen weight's type, their sum would lose most of a small update.
+        # The sum, rounded to the frozen weight's type, would lose most of a small update.
         if not contracts and not dropout and not (apart and self._adds_to_base):
             weight = self._composed() if self._adds_to_base else self.update()
             return self._apply_dense(input, self._as_input(weight, input) if apart else weight, bias, *geometry)
@@ -580,7 +580,7 @@ class LowRankLayer(nn.Module):
             if apart:
                 sets = [{name: self._as_input(factor, input) for name, factor in each.items()} for each in sets]
             if self.scale != 1 and not self._adds_to_base:
-                # What is composed is linear in each factor.
+                # The product is linear in each factor, so scaling one factor scales it.
                 name = next(iter(sets[0]))
                 sets = [{**each, name: each[name] * self.scale} for each in sets]
             first, *others = sets
@@ -608,7 +608,7 @@ class LowRankLayer(nn.Module):
         return self.frozen_weight.dtype if self.role == "update" else self._factor_dtype
 
     def _as_input(self, value: Tensor, input: Tensor) -> Tensor:
-        """Cast to the type that the layer computes in, as autocast does."""
+        """The input in the dtype that the layer computes in, as autocast casts it."""
         return value.to(input.dtype if input.is_floating_point() else self.frozen_weight.dtype)
 
     @property
@@ -616,7 +616,7 @@ class LowRankLayer(nn.Module):
         return self.role == "update" and self.active == "both"
 
     def contracts(self, input: Tensor, *geometry: Any) -> bool:
-        """Return whether the layer computes the contracted way for these arguments of :meth:`forward`.
+        """Whether the layer computes the contracted way for these arguments of :meth:`forward`.
 
         With ``compute="auto"`` the multiply-adds of the forward pass are compared and, where gradients are
         recorded, also those of the backward pass: a gradient of the composed weight, which the contracted
@@ -635,9 +635,9 @@ class LowRankLayer(nn.Module):
                 " lightning_lowrank.recover(model) first."
             )
         if any(isinstance(size, torch.SymInt) for size in input.shape):
-            # Tracing for many sizes notes for which of them the answer holds.
+            # A trace with dynamic sizes would add a guard on this comparison.
             return bool(self._takes_less_contracted(input, *geometry))
-        # Counting takes as long as the products of a small layer.
+        # Cached: counting takes as long as the products of a small layer.
         case = (input.shape, torch.is_grad_enabled(), input.requires_grad, self.rank, self.active, repr(geometry))
         if case not in self._contracted:
             if len(self._contracted) == _REMEMBERED_CASES:
@@ -660,7 +660,7 @@ class LowRankLayer(nn.Module):
         return contracted < dense
 
     def multiply_adds(self, input: Tensor, *geometry: Any) -> int:
-        """Return the multiply-adds of the forward pass for these arguments of it, the way the layer computes it.
+        """Multiply-adds of :meth:`forward` with these arguments, computed densely or contracted as the layer would.
 
         Composing the weight, which happens once a batch, is not among them.
         """
@@ -673,7 +673,7 @@ class LowRankLayer(nn.Module):
         return self.factorization.stage_shapes(self.weight_shape, self.rank) is not None
 
     def _multiply_adds(self, input: Tensor, *geometry: Any) -> tuple[int, int, int]:
-        """Count multiply-adds: of the dense product, and of one set of factors' first product and the others.
+        """Multiply-adds of the dense product, of the first contracted product, and of the other contracted products.
 
         The first is the one whose input may need no gradient. Both are 0 without a contracted form.
         """
@@ -717,7 +717,7 @@ def _why_other_tensors(names: set[str]) -> str:
 
 
 def take_over_attributes(target: nn.Module, source: nn.Module, hooks: bool) -> None:
-    """Copy a module's attributes other than its tensors and children: its settings, training mode and hooks.
+    """Copy a module's settings, training mode and hooks, but not its tensors and children.
 
     Copying attributes, unlike calling the constructor, does not use the global random state and includes
     settings of unknown subclasses. Hook tables are shared, so the handles that users hold still remove their
@@ -754,7 +754,7 @@ def low_rank_layers(model: nn.Module, tied: bool = True) -> Iterator[tuple[str, 
 
 
 def keep_frozen(model: nn.Module) -> None:
-    """Freeze what low-rank layers hold fixed, where something has thawed all parameters of a model.
+    """Freeze the fixed tensors of low-rank layers again, after a callback unfroze all parameters of a model.
 
     Lightning's ``BaseFinetuning``, for example, thaws every parameter of the modules that it is given.
     """
@@ -765,7 +765,7 @@ def keep_frozen(model: nn.Module) -> None:
 
 
 def _note_writing(layer: ref[LowRankLayer], alias: Tensor, version: int) -> None:
-    """Have a layer refuse its next call where a weight that it composed was written into."""
+    """Make a layer refuse its next call if its composed weight was written into, because the write is lost."""
     found = layer()
     if found is not None and version_of(alias) != version:
         found._written = True

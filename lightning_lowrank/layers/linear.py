@@ -17,7 +17,7 @@ from lightning_lowrank.layers.layer import LowRankLayer
 
 
 class LowRankProjection(LowRankLayer):
-    """What layers share that multiply the last dimension by a matrix."""
+    """Base of layers that multiply the last dimension by a matrix."""
 
     def _can_contract(self) -> bool:
         return self.factorization.multiply_adds(self.weight_shape, self.rank) is not None
@@ -69,7 +69,7 @@ class LowRankEmbedding(LowRankLayer, nn.Embedding):  # type: ignore[override]
 
     @classmethod
     def why_not(cls, module: nn.Module, factorization: Factorization) -> str:
-        """Refuse also tables with options that factors have no form of."""
+        """As for the base class; options of a table that factors cannot express are a reason too."""
         reason = super().why_not(module, factorization)
         if reason:
             return reason
@@ -95,7 +95,7 @@ class LowRankEmbedding(LowRankLayer, nn.Embedding):  # type: ignore[override]
 
     @override
     def without_padding(self, factor: str, value: Tensor) -> Tensor:
-        """Zero the row of ``U`` (or ``U1`` and ``U2``) that stands for the padding, which gradients never reach."""
+        """Zero the padding's row of ``U`` (or ``U1`` and ``U2``), which has no gradient."""
         if self.padding_idx is None or not factor.startswith("U"):
             return value
         return value.index_fill(0, torch.tensor(self.padding_idx, device=value.device), 0)
@@ -105,7 +105,7 @@ class LowRankEmbedding(LowRankLayer, nn.Embedding):  # type: ignore[override]
         return 0, 0, input.numel() * sum(math.prod(stage.kernel) for stage in stages[:-1])
 
     def _apply_dense(self, input: Tensor, weight: Tensor, bias: Tensor | None, *geometry: Any) -> Tensor:
-        # Autocast composes in half precision, and torch's embedding gives its table's own.
+        # Autocast composes in half precision, but a dense embedding returns its table's dtype.
         return F.embedding(input, weight, self.padding_idx).to(self._output_dtype)
 
     def _apply_factors(

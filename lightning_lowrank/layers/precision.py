@@ -1,4 +1,4 @@
-"""Trained parameters of single precision in a model of 16 bits."""
+"""Float32 for trained parameters in a model of 16 bits."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _BEFORE = "narrow_type"
 
 
 def widen(model: nn.Module, parameters: Collection[nn.Parameter]) -> None:
-    """Give parameters of 16 bits the type float32, in place.
+    """Change parameters of 16 bits to float32, in place.
 
     A step that is smaller than the spacing of 16 bits would change nothing. The modules that hold them compute in
     float32 and return what they returned before; under autocast they compute as it says. A module that holds others
@@ -25,7 +25,7 @@ def widen(model: nn.Module, parameters: Collection[nn.Parameter]) -> None:
     for module in model.modules():
         own = set(own_parameters(module).values())
         if own and own <= narrow:
-            # Follows `model.float()` and the like, as the type of what comes next does.
+            # The dtype is that of the module's other tensors, so that it follows `model.float()`.
             module.register_buffer(_BEFORE, next(iter(own)).new_empty(0), persistent=False)
             module.register_forward_pre_hook(_as_parameters, with_kwargs=True)
             module.register_forward_hook(_as_before)
@@ -34,7 +34,7 @@ def widen(model: nn.Module, parameters: Collection[nn.Parameter]) -> None:
 
 
 def widened(model: nn.Module, parameters: Collection[nn.Parameter]) -> set[nn.Parameter]:
-    """Return those of the parameters that `widen` gives another type."""
+    """The parameters that `widen` would change."""
     narrow = {parameter for parameter in parameters if parameter.is_floating_point() and parameter.itemsize < 4}
     holders = [set(own_parameters(module).values()) for module in model.modules()]
     while mixed := {parameter for own in holders if own - narrow for parameter in own & narrow}:
@@ -67,7 +67,7 @@ def _cast(value: Any, dtype: torch.dtype) -> Any:
         cast = {name: _cast(each, dtype) for name, each in value.items()}
         if type(value) is dict or not isinstance(value, MutableMapping):
             return cast
-        # A mapping of a class of its own may hold its values as attributes too.
+        # A mapping such as ModelOutput may also have its values as attributes.
         found = copy.copy(value)
         for name, each in cast.items():
             found[name] = each

@@ -46,7 +46,7 @@ class LayerSpec:
     suffix: str = ".weight"
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the fields in plain Python (lists for tuples), for a checkpoint or JSON."""
+        """The fields in plain Python (lists for tuples), for a checkpoint or JSON."""
         return {**asdict(self), "shape": list(self.shape), "aliases": list(self.aliases)}
 
     @classmethod
@@ -205,7 +205,7 @@ def _dense_weight(spec: LayerSpec, tensors: Mapping[str, Tensor]) -> Tensor:
 
 
 def replace_modules(replacements: Mapping[nn.Module, nn.Module]) -> None:
-    """Let modules become others. The objects stay the same, so that a plain list or a bound method has them too."""
+    """Turn modules into others in place: references to the objects, such as in lists or bound methods, stay valid."""
     for module, other in replacements.items():
         object.__setattr__(module, "__dict__", vars(other))
         object.__setattr__(module, "__class__", type(other))

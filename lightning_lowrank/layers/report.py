@@ -1,4 +1,4 @@
-"""What a conversion did with each layer, as data and as a table."""
+"""The report of a conversion, as data and as a table."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from lightning_lowrank.units import percent
 
 @dataclass(frozen=True)
 class LayerReport:
-    """What a conversion did with one layer that has a weight.
+    """The outcome of a conversion for one layer that has a weight.
 
     Attributes:
         name: The layer's name in the model.

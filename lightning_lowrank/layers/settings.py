@@ -26,14 +26,14 @@ _Number = TypeVar("_Number", int, float)
 
 
 def update_scale(rank: int, alpha: float | None, rank_stabilized: bool) -> float:
-    """Return what an update is multiplied by: 1, α / rank or, rank-stabilized, α / √rank."""
+    """The scale of an update: 1, α / rank or, rank-stabilized, α / √rank."""
     if alpha is None:
         return 1.0
     return alpha / math.sqrt(rank) if rank_stabilized else alpha / rank
 
 
 def by_pattern(setting: _Number | Mapping[str, _Number]) -> Mapping[str, _Number]:
-    """Return a setting as a mapping from name patterns to values; a number holds for all names."""
+    """A setting as a mapping from name patterns to values; a number applies to all names."""
     return setting if isinstance(setting, Mapping) else {"*": setting}
 
 
@@ -85,7 +85,7 @@ class LayerSettings:
         ValueError: decouple=True and half_frozen=True exclude each other: decoupling trains both factors, ...
     """
 
-    # In place of a field `_: KW_ONLY`, which Python 3.10's `get_type_hints` refuses, and with it the command line.
+    # Not a field `_: KW_ONLY`: Python 3.10's `get_type_hints` refuses it, and the command line needs that.
     factorization: Factorization = field(kw_only=False)
     role: Role = "update"
     decouple: bool = False

@@ -1,4 +1,4 @@
-"""The survey of a model before a conversion: its layers with a weight, which are left alone, and why."""
+"""The survey of a model before a conversion: its layers with a weight, and why some stay dense."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ UNCONVERTED = (nn.Bilinear, nn.EmbeddingBag)
 
 
 def low_rank_class(module: nn.Module) -> type[LowRankLayer] | None:
-    """Return the low-rank class for a layer or a subclass of one, or ``None`` for any other module.
+    """The low-rank class for a layer or a subclass of one, or ``None`` for any other module.
 
     A subclass may still not be convertible; see :meth:`LowRankLayer.why_not`.
     """
@@ -67,7 +67,7 @@ def low_rank_class(module: nn.Module) -> type[LowRankLayer] | None:
 
 @dataclass
 class Candidate:
-    """A weight of the model during a conversion.
+    """A layer's weight that may be converted.
 
     Attributes:
         projection: The weight's name where it is one of several: of an attention without ``_weight``, of a recurrent
@@ -94,7 +94,7 @@ class Candidate:
         self.kind = type(self.module).__name__
         self.shape = tuple(self.weight.shape)
         self.numbers = self.weight.numel()
-        # A weight that is computed, as by weight normalisation, is no parameter itself.
+        # A computed weight, as with weight normalisation, is not a parameter.
         computed = not self.projection and own_parameters(self.module).get("weight") is None
         named = self.module.named_parameters()
         self.sources = [value for name, value in named if not name.endswith("bias")] if computed else [self.weight]
@@ -103,24 +103,24 @@ class Candidate:
 
     @property
     def output_channels(self) -> int:
-        """How many channels the layer's output has."""
+        """Number of channels of the layer's output."""
         kind = None if self.projection else low_rank_class(self.module)
         first_is_input = kind is not None and kind.first_is_input
         return self.shape[1] * getattr(self.module, "groups", 1) if first_is_input else self.shape[0]
 
     @property
     def chosen_rank(self) -> int:
-        """The rank, which layers that share factors have in common."""
+        """The rank; tied layers have the same one."""
         rank = self.rank if self.tied_to is None else self.tied_to.rank
         assert rank is not None
         return rank
 
     def matches(self, pattern: str) -> bool:
-        """Return whether a pattern matches one of the layer's names."""
+        """Whether a pattern matches one of the layer's names."""
         return any(matches(pattern, name) for name in (self.name, *self.aliases))
 
     def first_match(self, argument: str, setting: _Number | Mapping[str, _Number]) -> _Number | None:
-        """Return the layer's value; if no pattern matches, set the reason to leave the layer alone."""
+        """The value of the first pattern that matches; if none does, the layer's reason to stay dense is set."""
         for pattern, value in by_pattern(setting).items():
             if self.matches(pattern):
                 return value
@@ -129,7 +129,7 @@ class Candidate:
 
 
 def survey(model: nn.Module, factorization: Factorization) -> list[Candidate]:
-    """Return the layers that have a weight, with the reasons why some cannot be converted."""
+    """The layers that have a weight, with the reasons why some cannot be converted."""
     if low_rank_class(model) is not None or isinstance(model, nn.MultiheadAttention):
         raise TypeError(
             f"model is itself a {type(model).__name__}, which cannot be replaced in place; wrap it, for "
@@ -142,7 +142,7 @@ def survey(model: nn.Module, factorization: Factorization) -> list[Candidate]:
 
 
 def still_convertible(model: nn.Module, settings: LowRankSettings) -> list[str]:
-    """Return the names of a converted model's dense layers that settings of names and freezing do not leave alone."""
+    """Names of the dense layers in a converted model that the name patterns and freezing settings would convert."""
     layers = _candidates(model, settings.factorization)
     for layer in layers:
         if not layer.reason and not (layer.trainable or settings.convert_frozen):
@@ -199,7 +199,7 @@ def _candidates(model: nn.Module, factorization: Factorization) -> list[Candidat
 
 
 def keep_ties(layers: Sequence[Candidate]) -> None:
-    """Leave layers alone that share a weight with one that is left alone."""
+    """Keep layers dense that share a weight with a layer that stays dense."""
     for layer in layers:
         for other in layers:
             if other.weight is layer.weight and other.reason and not layer.reason:
@@ -220,7 +220,7 @@ def _why_not(module: nn.Module, projection: str, factorization: Factorization) -
 
 
 def select(layers: Sequence[Candidate], settings: LowRankSettings) -> None:
-    """Give a reason to each layer that the settings leave alone, by name, by position or by its weight."""
+    """Set a reason on each layer that the settings keep dense, by name, by position or by its weight."""
     convertible = [layer for layer in layers if not layer.reason]
     names = [name for layer in convertible for name in (layer.name, *layer.aliases)]
     for argument in ("include", "exclude", "rank", "rank_ratio", "ratio"):
@@ -250,7 +250,7 @@ def _select_by_name(layer: Candidate, settings: LowRankSettings) -> None:
 
 
 def _refuse_left_alone(argument: str, patterns: Iterable[str], layers: Sequence[Candidate]) -> None:
-    """Refuse a pattern that means only layers that cannot be converted, by their reasons."""
+    """Refuse a pattern that matches only layers that cannot be converted, with their reasons."""
     for pattern in patterns:
         meant = [layer for layer in layers if layer.matches(pattern)]
         if meant and all(layer.reason for layer in meant):
@@ -262,14 +262,14 @@ def _refuse_left_alone(argument: str, patterns: Iterable[str], layers: Sequence[
 
 
 def _why_not_beside_frozen(layer: Candidate, layers: Sequence[Candidate], settings: LowRankSettings) -> str:
-    """Return why a layer that is frozen, or has a frozen copy, is left alone."""
+    """The reason why a layer that is frozen, or has a frozen copy, stays dense."""
     if not layer.trainable:
         return "its weight is frozen (set convert_frozen=True to convert it)"
     if settings.include is not None and any(map(layer.matches, settings.include)):
         return ""
     for other in layers:
         alike = not other.trainable and other.shape == layer.shape and not other.weight.is_meta
-        # Two layers that start at zero are no copies.
+        # Two layers of zeros are equal but not copies.
         if alike and not layer.weight.is_meta and torch.equal(other.weight, layer.weight) and layer.weight.any():
             return (
                 f"{other.name} is a frozen copy, which may follow it parameter by parameter (set convert_frozen=True to"
@@ -279,7 +279,7 @@ def _why_not_beside_frozen(layer: Candidate, layers: Sequence[Candidate], settin
 
 
 def _no_start(weight: nn.Parameter, settings: LowRankSettings) -> str:
-    """Return why factors cannot start from a weight, if so: factors of zeros have gradients of zeros."""
+    """The reason why factors cannot start from a weight, or an empty string."""
     scaled_by_it = settings.init == "uniform" and settings.init_scale is None
     if weight.is_meta and (settings.decomposes or scaled_by_it):
         return "its weight is on the meta device, and the factors start from its numbers: load it first"

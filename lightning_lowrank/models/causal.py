@@ -86,7 +86,7 @@ class CausalLM(LightningModule):
             dtype,
         )
         if not isinstance(model, (str, Mapping)):
-            # What checkpoints keep as hyperparameters is read from this variable.
+            # save_hyperparameters reads this local variable.
             model = None if isinstance(model, nn.Module) else model.to_dict()
         self.save_hyperparameters(ignore=["optimizer", "scheduler"])
         if gradient_checkpointing:
@@ -100,7 +100,7 @@ class CausalLM(LightningModule):
             setattr(self, f"{stage}_perplexity", _Perplexity())
 
     def forward(self, inputs: Mapping[str, Tensor]) -> Tensor:
-        """Return the logits, ``(batch, tokens, vocabulary)``, of a batch's inputs; ``labels`` are not looked at."""
+        """The logits, ``(batch, tokens, vocabulary)``, of a batch's inputs; ``labels`` are not looked at."""
         given: dict[str, Any] = {name: value for name, value in inputs.items() if name not in ("labels", "segments")}
         if "segments" in inputs:
             given["attention_mask"] = self._mask_of(inputs["segments"])
@@ -122,7 +122,7 @@ class CausalLM(LightningModule):
         self._evaluate("test", batch)
 
     def predict_step(self, batch: Mapping[str, Tensor], batch_idx: int) -> dict[str, Tensor]:
-        """Return ``answers``: what the model writes after each row's prompt, ``(batch, new tokens)``."""
+        """``answers``: the tokens that the model generates after each row's prompt, ``(batch, new tokens)``."""
         return {"answers": self._answers(batch)}
 
     def configure_optimizers(self) -> Any:
@@ -134,7 +134,7 @@ class CausalLM(LightningModule):
     def _answers(self, batch: Mapping[str, Tensor], **settings: Any) -> Tensor:
         prompts = _prompts_of(batch)
         longest = max(map(len, prompts))
-        # On the left, so that all rows go on at the same place.
+        # Padding on the left: generation then continues at the same position in all rows.
         padding = self._padding()
         ids = torch.stack([F.pad(prompt, (longest - len(prompt), 0), value=padding) for prompt in prompts])
         lengths = torch.tensor([len(prompt) for prompt in prompts], device=ids.device)
@@ -145,7 +145,7 @@ class CausalLM(LightningModule):
         return written[:, longest:]
 
     def _predicted(self, batch: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
-        """Return the logits before each token but the first, float32, and the labels of these tokens."""
+        """Logits that predict each token but the first, in float32, and these tokens' labels."""
         if "labels" not in batch:
             raise MisconfigurationException(
                 f"a batch to train on or evaluate must hold a label for each token as 'labels', and this one has"
@@ -173,9 +173,9 @@ class CausalLM(LightningModule):
             self.log(f"{stage}_exact", exact, batch_size=len(answers), prog_bar=True)
 
     def _mask_of(self, segments: Tensor) -> Tensor | dict[str, Tensor]:
-        """Return what is added to attention scores, ``(rows, 1, tokens, tokens)``: texts do not see one another.
+        """The additive attention mask that keeps packed texts apart, ``(rows, 1, tokens, tokens)``.
 
-        For a model some of whose layers alone have a window, a mask by kind of layer.
+        A dictionary of masks by kind of layer if only some layers have an attention window.
         """
         tokens = segments.shape[1]
         windows = _windows(self.network, tokens)
@@ -199,7 +199,7 @@ class CausalLM(LightningModule):
 
 
 def _windows(network: Any, tokens: int) -> dict[str, int | None]:
-    """Return by kind of layer how many tokens it looks back over, its own included; ``None`` if all of these many.
+    """Size of the attention window in tokens, by kind of layer; ``None`` for full attention.
 
     Raises:
         MisconfigurationException: If the model would not keep packed texts apart.
@@ -232,7 +232,7 @@ def _windows(network: Any, tokens: int) -> dict[str, int | None]:
             f"{config.model_type!r} attends within chunks of {windows['chunked_attention']} tokens, and rows have"
             f" {tokens}; make max_length no longer"
         )
-    # Not every model takes a mask by kind of layer.
+    # Some models do not accept a mask by kind of layer.
     return windows if len(set(windows.values())) > 1 else {"all": next(iter(windows.values()))}
 
 
@@ -241,7 +241,7 @@ def _not_packed(why: str) -> MisconfigurationException:
 
 
 def _prompts_of(batch: Mapping[str, Tensor]) -> list[Tensor]:
-    """Return each row's tokens before the first that is to be predicted; without labels, all that are not padding."""
+    """Each row's prompt: the tokens before the first label; without labels, all tokens but padding."""
     if "segments" in batch:
         raise MisconfigurationException("answers are generated for padded batches, and this one is packed")
     prompts = []
@@ -249,14 +249,14 @@ def _prompts_of(batch: Mapping[str, Tensor]) -> list[Tensor]:
         length = int(batch["attention_mask"][row].sum()) if "attention_mask" in batch else len(ids)
         if "labels" in batch:
             answered = (batch["labels"][row, :length] != IGNORED).nonzero()
-            # A plain text is all answer; its first token stands for the prompt.
+            # A plain text is one answer; its first token serves as the prompt.
             length = max(int(answered[0]), 1) if len(answered) else length
         prompts.append(ids[:length])
     return prompts
 
 
 def _first_answer(labels: Tensor) -> Tensor:
-    """Return the first run of labels that are to be predicted; the first token of all is never one."""
+    """The first contiguous run of labels; the first token of a row is never part of it."""
     places = (labels[1:] != IGNORED).nonzero().flatten() + 1
     if not len(places):
         return places
@@ -272,5 +272,5 @@ class _Perplexity(MeanMetric):
     higher_is_better = False  # type: ignore[assignment]
 
     def compute(self) -> Tensor:
-        """Return the exponential of the mean loss."""
+        """The exponential of the mean loss."""
         return super().compute().exp()

@@ -74,7 +74,7 @@ class Classifier(LightningModule):
         self.scheduler = scheduler
         self.label_smoothing = label_smoothing
         self.no_weight_decay = tuple(no_weight_decay)
-        # Cross-entropy has seen the same targets by then and refuses those out of range.
+        # Targets need no check here: cross-entropy has already refused those out of range.
         self.val_accuracy = MulticlassAccuracy(num_classes, average="micro", validate_args=False)
         self.test_accuracy = MulticlassAccuracy(num_classes, average="micro", validate_args=False)
         example_input_shape: tuple[int, ...] | None = getattr(network, "example_input_shape", None)
@@ -82,15 +82,15 @@ class Classifier(LightningModule):
             self.example_input_array = torch.zeros(1, *example_input_shape)
 
     def forward(self, inputs: Tensor) -> Tensor:
-        """Return the network's logits, ``(batch, num_classes)``."""
+        """The network's logits, ``(batch, num_classes)``."""
         return self.network(inputs)
 
     def inputs_of(self, batch: Any) -> Any:
-        """Return the network's inputs of a batch with or without targets."""
+        """The network's inputs of a batch with or without targets."""
         return batch if isinstance(batch, Tensor) else batch[0]
 
     def split_batch(self, batch: Any) -> tuple[Any, Tensor]:
-        """Return the network's inputs and the class indices of a batch."""
+        """The network's inputs and the class indices of a batch."""
         inputs, targets = batch
         return inputs, targets
 

@@ -16,7 +16,7 @@ from lightning_lowrank.seeding import derive_seed
 def load_pretrained(
     auto_class: str, model: Any, user: str, purpose: str, seed: int, dtype: str = "auto", **arguments: Any
 ) -> nn.Module:
-    """Return a model of transformers in training mode.
+    """A model of transformers in training mode.
 
     Args:
         auto_class: Name of the class of transformers that loads it, such as ``AutoModelForCausalLM``.
@@ -41,10 +41,10 @@ def load_pretrained(
             f"dtype must be 'auto' or a floating point type of torch, such as 'bfloat16', got {dtype!r}"
         )
     loader = getattr(library, auto_class)
-    # Versions before 4.56 know the argument by the longer name alone.
+    # Versions before 4.56 only accept the longer name.
     version = tuple(int(part) for part in library.__version__.split(".")[:2])
     type_argument = "dtype" if version >= (4, 56) else "torch_dtype"
-    # transformers draws what a checkpoint lacks from torch's global generator.
+    # transformers initialises weights that a checkpoint lacks from torch's global generator.
     with torch.random.fork_rng(devices=[]):
         torch.default_generator.manual_seed(seed)
         try:
@@ -65,5 +65,5 @@ def load_pretrained(
 
 
 def head_seed(seed: int) -> int:
-    """Return the seed of a model's weights that are not pretrained."""
+    """Seed of the weights that are not pretrained, such as a new head."""
     return derive_seed(seed, "classification head")

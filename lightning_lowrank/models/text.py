@@ -106,14 +106,14 @@ class TextClassifier(Classifier):
             **({"num_labels": num_labels} if isinstance(model, str) else {}),
         )
         if not isinstance(model, (str, Mapping)):
-            # What checkpoints keep as hyperparameters is read from this variable.
+            # save_hyperparameters reads this local variable.
             model = None if isinstance(model, nn.Module) else model.to_dict()
         own = getattr(getattr(network, "config", None), "num_labels", num_labels)
         if own != num_labels:
             raise MisconfigurationException(
                 f"num_labels={num_labels}, but the model that was given has {own}: give num_labels to it"
             )
-        # Classifier's own metric counts classes, of which a regression has none.
+        # Classifier's metric is an accuracy of classes; a regression has none.
         super().__init__(network, max(num_labels, 2), optimizer, scheduler, label_smoothing, no_weight_decay)
         self.num_classes = num_labels
         if regression:
@@ -129,15 +129,15 @@ class TextClassifier(Classifier):
         return self.num_classes == 1
 
     def forward(self, inputs: Mapping[str, Tensor]) -> Tensor:  # type: ignore[override]
-        """Return the logits, ``(batch, num_labels)``, of inputs by name, ``(batch, tokens)`` each."""
+        """The logits, ``(batch, num_labels)``, of inputs by name, ``(batch, tokens)`` each."""
         return self.network(**inputs).logits
 
     def inputs_of(self, batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Return the model's inputs of a batch with or without ``labels``."""
+        """The model's inputs of a batch with or without ``labels``."""
         return {name: value for name, value in batch.items() if name != "labels"}
 
     def split_batch(self, batch: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], Tensor]:
-        """Return the model's inputs and the targets of a batch."""
+        """The model's inputs and the targets of a batch."""
         if "labels" not in batch:
             raise MisconfigurationException(
                 f"a batch to train on or evaluate must hold class indices as 'labels', and this one has {list(batch)}"
@@ -180,13 +180,13 @@ class TextClassifier(Classifier):
 
 
 class _Pearson(PearsonCorrCoef):
-    # torchmetrics leaves it open.
+    # torchmetrics sets None here.
     higher_is_better = True
 
 
 class _Matthews(MulticlassMatthewsCorrCoef):
     def compute(self) -> Tensor:
-        """Return 0 where all texts are of one class or are put into one, as GLUE's metric does."""
+        """Matthews correlation; 0 if all targets or all predictions are one class, as in GLUE's metric."""
         undefined = any(int((self.confmat.sum(dim) > 0).sum()) < 2 for dim in (0, 1))
         return self.confmat.new_zeros((), dtype=torch.float32) if undefined else super().compute()
 

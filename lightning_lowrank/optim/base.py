@@ -30,7 +30,7 @@ Tensors = list[Tensor]
 
 
 class ProjectedOptimizer(Optimizer, ABC):
-    """Subspaces, their refreshes, and a step that leaves the arithmetic of the moments to a subclass.
+    """Base class: subspaces, refreshes and the projected step; a subclass defines the arithmetic of the moments.
 
     In addition to the options, a parameter group holds plain Python values that ``state_dict()`` includes:
 
@@ -45,11 +45,11 @@ class ProjectedOptimizer(Optimizer, ABC):
 
     def __init__(self, params: ParamsT, defaults: dict[str, Any]) -> None:
         super().__init__(params, defaults)
-        # By the parameters' indices, because the tensors change when clients are stacked and unstacked.
+        # Keyed by the parameters' indices: stacking and unstacking clients replaces the tensors.
         self._projections: dict[int, tuple[tuple[Any, ...], Tensor]] = {}
-        # What the last step went by, and its projection, so that the next one has less to look at.
+        # The last step's projection with the settings it was made for: the next step reuses it if they are the same.
         self._entered: dict[int, tuple[tuple[Any, ...], Tensor | None]] = {}
-        # The state's coefficients of deferred steps, and what takes their gradients.
+        # Per parameter: the buffer for the coefficients of deferred steps, and its `Deferred` weight.
         self._deferred: dict[int, tuple[Tensor, Deferred]] = {}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -57,7 +57,7 @@ class ProjectedOptimizer(Optimizer, ABC):
         self._projections, self._entered, self._deferred = {}, {}, {}
 
     def add_param_group(self, param_group: Group) -> None:
-        """Add a group of parameters, with options of its own where it has any.
+        """Add a group of parameters, which may have its own options.
 
         Args:
             param_group: ``"params"`` and any of the optimizer's options; ``"rank": None`` makes the group
@@ -102,7 +102,7 @@ class ProjectedOptimizer(Optimizer, ABC):
         super().load_state_dict(state_dict)
 
     def defer(self, parameters: Iterable[Tensor]) -> list[tuple[Tensor, Deferred]]:
-        """Keep the next steps of some weights apart from them, where that is possible, until :meth:`fold`.
+        """Defer the next steps of some weights, if possible: their changes stay apart until :meth:`fold`.
 
         Whoever runs the forward pass computes with ``W + C Pᵀ`` in place of each weight that is returned, and has the
         gradient of ``C`` in ``C.grad``, and none in ``W.grad``, when :meth:`step` is called, which drops it. Steps are
@@ -148,7 +148,7 @@ class ProjectedOptimizer(Optimizer, ABC):
 
     @torch.no_grad()
     def fold(self, first: int = 0) -> None:
-        """Add the changes by deferred steps to their weights.
+        """Add the changes of deferred steps to the weights.
 
         Args:
             first: Where parameters are stacks, the first client whose weights get theirs.
@@ -175,7 +175,7 @@ class ProjectedOptimizer(Optimizer, ABC):
                 del self.state[parameter]
 
     def _gradient_of_change(self, index: int, parameter: Tensor) -> Tensor | None:
-        """Take the gradient of a weight's deferred change, if it has one."""
+        """Return and clear the gradient of a weight's deferred change; ``None`` if the weight has none."""
         known = self._deferred.get(index)
         if known is None or known[0] is not self.state.get(parameter, {}).get(CHANGE):
             return None
@@ -213,7 +213,7 @@ class ProjectedOptimizer(Optimizer, ABC):
         with ExitStack() as stack:
             for device in devices:
                 if _autocasts(device) and torch.is_autocast_enabled(device):
-                    # The matrix products of the step would be in a lower precision, unlike torch's steps.
+                    # Under autocast the step's matrix products would have a lower precision than torch's steps.
                     stack.enter_context(torch.autocast(device, enabled=False))
             first = 0
             for group in self.param_groups:
@@ -222,7 +222,7 @@ class ProjectedOptimizer(Optimizer, ABC):
         return loss
 
     def refresh(self, seed: int | None = None) -> None:
-        """Make the next step in new subspaces, in every group. ``moments`` sets how the moments enter them.
+        """Use new subspaces from the next step on, in every group; ``moments`` says how the moments are carried over.
 
         Args:
             seed: A new seed, whose stream of subspaces is used from its beginning. FedSLoP's server sends one a
@@ -241,7 +241,7 @@ class ProjectedOptimizer(Optimizer, ABC):
 
     @torch.no_grad()
     def projection(self, parameter: Tensor) -> Tensor | None:
-        """Return the ``P`` in which the last step was made, or that of the next step after :meth:`refresh`.
+        """The projection ``P`` of the last step; after :meth:`refresh`, that of the next step.
 
         The change ``D`` of the parameter (as a matrix) by :class:`ProjectedSGD` between two refreshes is
         ``(D P) Pᵀ`` to rounding, so a client only has to send ``D P``.
@@ -331,7 +331,7 @@ class ProjectedOptimizer(Optimizer, ABC):
             self._step_projected(group, projected, projections)
 
     def _step_projected(self, group: Group, parameters: Tensors, projections: Tensors) -> None:
-        """Step weights by the coefficients of their gradients."""
+        """Step projected weights by the coefficients of their gradients."""
         coefficients = [self._project(group, p, q) for p, q in zip(parameters, projections, strict=True)]
         changes = [torch.zeros_like(gradient) for gradient in coefficients]
         self._update(group, parameters, changes, coefficients, 0.0)
@@ -345,7 +345,7 @@ class ProjectedOptimizer(Optimizer, ABC):
         group["subspaces"] = tuple(None if entry is None else (*entry[:2], True) for entry in group["subspaces"])
 
     def _projection_of_step(self, group: Group, position: int, index: int) -> Tensor | None:
-        """Return the ``P`` of this step, ``None`` where the parameter is not projected."""
+        """The ``P`` of this step; ``None`` for a parameter that is not projected."""
         parameter = group["params"][position]
 
         def key() -> tuple[Any, ...]:
@@ -361,14 +361,14 @@ class ProjectedOptimizer(Optimizer, ABC):
         return projection
 
     def _enter_subspace(self, group: Group, position: int, index: int) -> Tensor:
-        """Return the ``P`` of this step. Where a new one is due, make it and express the moments in it."""
+        """The ``P`` of this step; if a new one is due, draw it and carry the moments over."""
         if not self._is_due(group, position):
             projection = self._current_projection(group, position, index)
             assert projection is not None
             return projection
         parameter, entry = group["params"][position], group["subspaces"][position]
         from_gradient = group["subspace"] == "gradient"
-        # Reading a missing key would put an empty state there, where torch's SGD without momentum has none.
+        # Reading a missing key of this defaultdict would add an empty state, which torch's SGD without momentum lacks.
         state = self.state[parameter] if from_gradient else self.state.get(parameter, {})
         has_moments = any(name in state for name in self._moment_names)
         old: Tensor | None = None
@@ -394,7 +394,7 @@ class ProjectedOptimizer(Optimizer, ABC):
     def _is_due(self, group: Group, position: int) -> bool:
         entry = group["subspaces"][position]
         lost = group["subspace"] == "gradient" and "projection" not in self.state.get(group["params"][position], {})
-        # Moments that a client restored may be of a subspace that is no longer in use.
+        # Moments restored from a client's state may belong to an earlier subspace.
         left = entry is not None and entry[:2] != (group["seed"], group["refresh_number"])
         return entry is None or entry[2] or left or lost
 
@@ -427,22 +427,22 @@ class ProjectedOptimizer(Optimizer, ABC):
         return matrix(group, parameter.grad) @ projection
 
     def _decay(self, group: Group) -> float:
-        """Return the factor by which a projected weight itself shrinks in a step."""
+        """The factor that a step multiplies a projected weight by: decoupled weight decay."""
         return 1.0
 
     @abstractmethod
     def _update(
         self, group: Group, parameters: Tensors, targets: Tensors, gradients: Tensors, weight_decay: float
     ) -> None:
-        """Let torch step the targets by the gradients, with the states of ``parameters``."""
+        """Step ``targets`` by torch's own optimizer function, with the states of ``parameters``."""
 
     @abstractmethod
     def _rotate(self, group: Group, state: dict[str, Tensor], rotation: Tensor) -> None:
-        """Express the moments in a new subspace; ``rotation`` is ``P_oldᵀ P_new`` (``[(clients,) rank, rank]``)."""
+        """Rotate the moments into a new subspace; ``rotation`` is ``P_oldᵀ P_new`` (``[(clients,) rank, rank]``)."""
 
 
 def _columns(group: Group, parameter: Tensor) -> int:
-    """Return the columns of a parameter as a matrix, or of one client's where clients are stacked."""
+    """Number of columns of a parameter as a matrix; of one client's if clients are stacked."""
     return parameter.shape[2 if group["stacked"] else 1 :].numel()
 
 
@@ -452,12 +452,12 @@ def _is_dense(group: Group, parameter: Tensor) -> bool:
 
 
 def matrix(group: Group, tensor: Tensor) -> Tensor:
-    """Return a parameter or gradient as ``[out, in]``, or ``[clients, out, in]`` where clients are stacked."""
+    """A parameter or gradient as ``[out, in]``, or ``[clients, out, in]`` if clients are stacked."""
     return tensor.flatten(2 if group["stacked"] else 1)
 
 
 def add_product(target: Tensor, left: Tensor, right: Tensor, beta: float = 1.0, alpha: float = 1.0) -> Tensor:
-    """Return ``beta · target + alpha · left @ right``, in the memory of ``target`` where its strides allow that."""
+    """``beta · target + alpha · left @ right``, in ``target``'s memory if its strides allow it."""
     if right.ndim == 3:
         return target.baddbmm_(left, right, beta=beta, alpha=alpha)
     # One matrix for all clients, so the stack is one tall matrix.
@@ -467,7 +467,7 @@ def add_product(target: Tensor, left: Tensor, right: Tensor, beta: float = 1.0, 
 def add_to_weight(
     group: Group, parameter: Tensor, change: Tensor, projection: Tensor, beta: float = 1.0, alpha: float = 1.0
 ) -> None:
-    """Make ``beta · W + alpha · change @ Pᵀ`` of a weight ``W``, in place."""
+    """Replace a weight ``W`` by ``beta · W + alpha · change @ Pᵀ``, in place."""
     stepped = add_product(matrix(group, parameter), change, projection.mT, beta=beta, alpha=alpha)
     if stepped.data_ptr() != parameter.data_ptr():
         # Memory formats such as channels_last have no view as a matrix, so this was a copy.
@@ -479,7 +479,7 @@ def _working_dtype(parameter: Tensor) -> torch.dtype:
 
 
 def _gradient_basis(group: Group, parameter: Tensor, draws: Callable[[], torch.Generator]) -> Tensor:
-    """Return the leading right singular vectors of each client's gradient, completed from the stream of ``draws``."""
+    """The leading right singular vectors of each client's gradient, completed by random ones from ``draws``."""
     assert parameter.grad is not None
     rank = group["rank"]
     gradient = matrix(group, parameter.grad).to(_working_dtype(parameter))

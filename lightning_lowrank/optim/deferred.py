@@ -1,9 +1,9 @@
-"""Steps within a subspace that are kept apart from the weight, so that neither they nor gradients are made dense.
+"""Deferred steps: changes within a subspace that stay factored, so that no dense gradient or step is built.
 
-Within a subspace ``P`` a projected optimizer changes a weight ``W`` by ``C Pᵀ``. Where steps stay in one subspace, a
-layer computes ``x Wᵀ + (x P) Cᵀ`` and ``C`` is trained in place of ``W``: its gradient is what the optimizer takes of
-that of ``W``, it is stepped as the optimizer steps, and ``C Pᵀ`` is added to ``W`` once, at the end. For batches of few
-rows this is a fraction of the work. Clients that step together are computed so; see `ProjectedOptimizer.defer`.
+Within a subspace ``P`` a projected optimizer changes a weight ``W`` by ``C Pᵀ``. As long as steps stay in one
+subspace, a layer can compute ``x Wᵀ + (x P) Cᵀ`` and train ``C`` in place of ``W``: the gradient of ``C`` is the
+projected gradient of ``W``, the optimizer steps ``C``, and ``C Pᵀ`` is added to ``W`` once, at the end. For batches of
+few rows this is a fraction of the work. Clients that step together are computed so; see `ProjectedOptimizer.defer`.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _IN_PLACE = {"__setitem__", *(f"__i{name}__" for name in ("add", "sub", "mul", "
 
 
 class Deferred(NamedTuple):
-    """A weight's change by steps that are not added to it yet: its value is ``W + C Pᵀ``.
+    """The deferred change of a weight: with it the weight is ``W + C Pᵀ``.
 
     Args:
         projection: ``P``, of shape ``[in, rank]``.
@@ -44,32 +44,32 @@ class Deferred(NamedTuple):
     change: Tensor
 
     def value(self, weight: Tensor) -> Tensor:
-        """Return the weight with its change."""
+        """The weight with its change."""
         return weight.detach() + self.change @ self.projection.mT
 
     def is_cheaper_apart(self, input: Tensor, weight: Tensor) -> bool:
-        """Return whether ``x Wᵀ + (x P) Cᵀ`` takes fewer multiplications than to make the weight and its gradient.
+        """Whether ``x Wᵀ + (x P) Cᵀ`` takes fewer multiplications than building the weight and its gradient.
 
         Args:
             input: A client's input of the layer.
             weight: The client's weight.
         """
-        # Not `numel`, which would fix the number of rows of a graph.
+        # Not `numel`, which would fix the number of rows in a compiled graph.
         rows, (outputs, inputs), rank = math.prod(input.shape[:-1]), weight.shape, self.projection.shape[1]
         return bool(rows * rank * (2 * inputs + 3 * outputs) < outputs * inputs * (2 * rank + rows))
 
 
 def changes_in_place(function: Any, keywords: Mapping[str, Any]) -> bool:
-    """Return whether a call of a function of torch's, as a mode sees it, writes into its first argument."""
+    """Whether a torch function, as a `TorchFunctionMode` sees it, writes into its first argument."""
     name = getattr(function, "__name__", "")
-    # `torch.nn.functional` names it to modes, however it was given.
+    # `torch.nn.functional` passes it to modes by name, also if the caller passed it by position.
     return bool(keywords.get("inplace")) or (name.endswith("_") and not name.endswith("__")) or name in _IN_PLACE
 
 
 class DeferredWeights:
-    """The weights of a training step that is run while their changes are kept apart.
+    """The weights of a training step whose changes are deferred.
 
-    Whatever takes such a weight, other than ``F.linear``, gets it with its change.
+    ``F.linear`` uses weight and change separately; every other function gets their sum.
 
     Args:
         found: The changes by ``id`` of the weight.
@@ -80,14 +80,14 @@ class DeferredWeights:
         self._values: dict[int, Tensor] = {}
 
     def apart(self, input: Tensor, weight: Tensor) -> Deferred | None:
-        """Return a weight's change, if a layer is to compute by it."""
+        """A weight's deferred change, if the layer should compute with it separately."""
         found = self._found.get(id(weight))
         return found if found is not None and input.ndim > 1 and found.is_cheaper_apart(input, weight) else None
 
     def changed(
         self, function: Any, arguments: tuple[Any, ...], keywords: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Return the arguments of a function of torch's, with the weights as they are with their changes.
+        """Arguments of a torch function, with each deferred weight replaced by its sum with the change.
 
         Raises:
             NotImplementedError: If it writes into a weight, or differentiates by one.
@@ -120,7 +120,7 @@ class DeferredWeights:
         return item
 
     def value(self, weight: Any) -> Any:
-        """Return a weight with its change, if it has one that is kept apart, and anything else as it is."""
+        """A weight plus its deferred change; any other value unchanged."""
         found = self._found.get(id(weight))
         if found is None:
             return weight
@@ -137,7 +137,7 @@ def _refused(function: Any) -> NotImplementedError:
 
 
 def _is_of_its_form(function: Any) -> bool:
-    """Return whether a function tells of a tensor's form, and has nothing to do with its values."""
+    """Whether a function reads only a tensor's metadata, such as shape or dtype."""
     name = getattr(function, "__name__", "")
     if name == "__get__":
         name = getattr(getattr(function, "__self__", None), "__name__", "")
@@ -153,7 +153,7 @@ def _flat(item: Any) -> list[Any]:
 
 
 class DeferredSteps(TorchFunctionMode):
-    """Runs a training step whose weights' changes are kept apart, for one client.
+    """Runs one client's training step with deferred changes of the weights.
 
     Args:
         found: The changes by ``id`` of the weight.

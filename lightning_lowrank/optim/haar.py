@@ -7,9 +7,9 @@ from torch import Tensor
 
 
 def haar_basis(gaussian: Tensor) -> Tensor:
-    """Return the orthonormal columns of a Gaussian matrix's QR decomposition, with the signs made unique.
+    """Orthonormal columns from the QR decomposition of a Gaussian matrix, with unique signs.
 
-    A QR's signs are the library's choice. With a positive diagonal of the triangle the basis is unique, and Haar.
+    The signs of a QR decomposition depend on the library. A positive diagonal of ``R`` makes the basis unique and Haar.
 
     Args:
         gaussian: Standard normal draws, ``[rows, columns]``, with at least as many rows as columns.

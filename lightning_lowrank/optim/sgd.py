@@ -139,7 +139,7 @@ class ProjectedSGD(ProjectedOptimizer):
     def _project(self, group: Group, parameter: Tensor, projection: Tensor) -> Tensor:
         coefficients = super()._project(group, parameter, projection)
         if group["weight_decay"] != 0:
-            # torch turns the sign of these gradients where it maximizes, but decay pulls to zero all the same.
+            # With maximize, torch flips the sign of these gradients, but decay must still pull towards zero.
             decay = -group["weight_decay"] if group["maximize"] else group["weight_decay"]
             add_product(coefficients, matrix(group, parameter), projection, alpha=decay)
         return coefficients

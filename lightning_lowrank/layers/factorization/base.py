@@ -1,4 +1,4 @@
-r"""Factorizations: weights that are composed from a few small tensors.
+r"""Base class of factorizations, which compose a weight from a few small tensors.
 
 A :class:`Factorization` has no tensors, only the choice of a form. It computes, for a weight of a given
 shape: which factors belong to a rank, which rank a share of trainable numbers allows, what dense weight the
@@ -50,7 +50,7 @@ class Stage(NamedTuple):
 
 
 def frozen_factor(half_frozen: HalfFrozen) -> Literal["U", "V"] | None:
-    """Return the name of the factor that ``half_frozen`` freezes, or ``None``; refuse another value."""
+    """Name of the factor that ``half_frozen`` freezes, or ``None``; any other value is refused."""
     if isinstance(half_frozen, bool):
         return "U" if half_frozen else None
     if half_frozen not in ("U", "V"):
@@ -59,18 +59,18 @@ def frozen_factor(half_frozen: HalfFrozen) -> Literal["U", "V"] | None:
 
 
 def ceil(value: float) -> int:
-    """Round up, but not past an integer that only rounding noise separates from the value."""
+    """Round up, except if the value exceeds an integer by rounding noise only."""
     nearest = round(value)
     return nearest if math.isclose(value, nearest, rel_tol=1e-12) else math.ceil(value)
 
 
 def working_precision(weight: Tensor) -> Tensor:
-    """Return the weight's values in single precision at least, detached."""
+    """The weight's values, detached, in single precision or higher."""
     return weight.detach().to(torch.promote_types(weight.dtype, torch.float32))
 
 
 def check_two_dimensions(shape: Sequence[int]) -> None:
-    """Refuse the shape of a vector."""
+    """Raise if the shape has fewer than two dimensions."""
     if len(shape) < 2:
         raise ValueError(
             f"shape must have at least two dimensions, but is {tuple(shape)}; BlockKronecker takes any shape."
@@ -78,7 +78,7 @@ def check_two_dimensions(shape: Sequence[int]) -> None:
 
 
 class Factorization(ABC):
-    """A few factors, mostly ``U`` and ``V``, that stand for one weight.
+    """A factorization represents one weight by a few factors, mostly ``U`` and ``V``.
 
     A subclass is a plain class whose ``__init__`` takes simple arguments and keeps each one under its own
     name. It is registered by being defined, compares and prints by its arguments, and can be written
@@ -105,7 +105,7 @@ class Factorization(ABC):
 
     @abstractmethod
     def rank_for_ratio(self, shape: Sequence[int], ratio: float, half_frozen: HalfFrozen = False) -> int:
-        """Return the rank at which the trained factors are about a share ``ratio`` of the weight.
+        """The rank at which the trained factors are about a share ``ratio`` of the weight.
 
         Returns:
             A rank between 1 and :meth:`max_rank`.
@@ -116,15 +116,15 @@ class Factorization(ABC):
 
     @abstractmethod
     def max_rank(self, shape: Sequence[int], half_frozen: HalfFrozen = False) -> int:
-        """Return the rank at which the factors can express every weight."""
+        """The rank at which the factors can express every weight."""
 
     @abstractmethod
     def factor_shapes(self, shape: Sequence[int], rank: int) -> dict[str, tuple[int, ...]]:
-        """Return the shapes of the factors by name, in the form's own order."""
+        """The factors' shapes by name, in a fixed order."""
 
     @abstractmethod
     def compose(self, factors: Mapping[str, Tensor], shape: Sequence[int]) -> Tensor:
-        """Return the dense weight that the factors stand for.
+        """The dense weight that the factors represent.
 
         It is made of tensor operations only, so that it can be differentiated and mapped over a leading
         dimension with :func:`torch.func.vmap`.
@@ -134,17 +134,17 @@ class Factorization(ABC):
         """
 
     def compose_sum(self, terms: Sequence[Mapping[str, Tensor]], shape: Sequence[int]) -> Tensor:
-        """Return the sum of the dense weights of several sets of factors, as a decoupled update has two."""
+        """The sum of the dense weights of several sets of factors, as a decoupled update has two."""
         first, *others = (self.compose(factors, shape) for factors in terms)
         return sum(others, start=first)
 
     @abstractmethod
     def compose_multiply_adds(self, shape: Sequence[int], rank: int) -> int:
-        """Return how many multiplications (with or without an addition) :meth:`compose` takes."""
+        """Number of multiplications (with or without an addition) in :meth:`compose`."""
 
     @abstractmethod
     def decompose(self, weight: Tensor, rank: int) -> dict[str, Tensor]:
-        """Return factors whose dense weight is near to ``weight`` (spectral initialisation).
+        """Factors whose dense weight is close to ``weight`` (spectral initialisation).
 
         Computed in single precision at least and returned in the weight's dtype. The same weight gives the
         same factors.
@@ -155,7 +155,7 @@ class Factorization(ABC):
 
     @abstractmethod
     def default_init_scale(self, shape: Sequence[int], rank: int) -> float:
-        """Return the ``a`` of U(−a, a) for which a factored update starts off like a dense one.
+        """The ``a`` of U(−a, a) for which the first step of a factored update has the size of a dense step.
 
         With every factor drawn from U(−a, a) but :meth:`zero_factor`, which is zero, the first step of
         gradient descent on that factor changes the composed weight, in expectation over the draws, by what
@@ -164,10 +164,10 @@ class Factorization(ABC):
 
     @abstractmethod
     def init_scale_for_std(self, shape: Sequence[int], rank: int, std: float) -> float:
-        """Return the ``a`` for which the weight of factors U(−a, a) has standard deviation ``std``."""
+        """The ``a`` for which the weight of factors U(−a, a) has standard deviation ``std``."""
 
     def ratio_for_rank(self, shape: Sequence[int], rank: int, half_frozen: HalfFrozen = False) -> float:
-        """Return the largest ratio for which :meth:`rank_for_ratio` gives ``rank`` (to rounding).
+        """The largest ratio for which :meth:`rank_for_ratio` gives ``rank`` (to rounding).
 
         By default the share that the trained factors hold, as it is where :meth:`rank_for_ratio` gives the
         smallest rank that holds the ratio.
@@ -179,26 +179,26 @@ class Factorization(ABC):
         return self.trained_numbers(shape, rank, half_frozen) / math.prod(shape)
 
     def factor_names(self, shape: Sequence[int]) -> tuple[str, ...]:
-        """Return the names of the factors, in the order of :meth:`factor_shapes`."""
+        """The names of the factors, in the order of :meth:`factor_shapes`."""
         return tuple(self.factor_shapes(shape, 1))
 
     def zero_factor(self, shape: Sequence[int]) -> str:
-        """Return the name of the factor that is zero where an update starts."""
+        """Name of the factor that starts at zero in an update."""
         return "V"
 
     def bilinear(self, shape: Sequence[int]) -> bool:
-        """Say whether the factors are exactly ``U`` and ``V``, and the weight is linear in each of them."""
+        """Whether the factors are exactly ``U`` and ``V``, and the weight is linear in each."""
         return self.factor_names(shape) == ("U", "V")
 
     def trained_factors(self, shape: Sequence[int], half_frozen: HalfFrozen = False) -> tuple[str, ...]:
-        """Return the names of the trained factors: all, or the one that is not frozen."""
+        """The names of the trained factors: all, or the one that is not frozen."""
         fixed = self.fixed_factors(shape, half_frozen=half_frozen)
         return tuple(name for name in self.factor_names(shape) if name not in fixed)
 
     def fixed_factors(
         self, shape: Sequence[int], decouple: bool = False, half_frozen: HalfFrozen = False
     ) -> tuple[str, ...]:
-        """Return the names of the factors that are never trained: none, both (decoupled) or the frozen one."""
+        """The names of the factors that are never trained: none, both (decoupled) or the frozen one."""
         frozen = frozen_factor(half_frozen)
         if (decouple or frozen is not None) and not self.bilinear(shape):
             raise ValueError(
@@ -211,16 +211,16 @@ class Factorization(ABC):
         return () if frozen is None else (frozen,)
 
     def trained_numbers(self, shape: Sequence[int], rank: int, half_frozen: HalfFrozen = False) -> int:
-        """Return how many numbers the trained factors hold."""
+        """Number of numbers in the trained factors."""
         shapes = self.factor_shapes(shape, rank)
         return sum(math.prod(shapes[name]) for name in self.trained_factors(shape, half_frozen))
 
     def lower_rank(self, shape: Sequence[int], rank: int) -> int | None:
-        """Return the next smaller rank this form can have, or ``None`` where ``rank`` is the smallest."""
+        """The next smaller valid rank, or ``None`` if ``rank`` is the smallest."""
         return rank - 1 if rank > 1 else None
 
     def check_rank(self, shape: Sequence[int], rank: int, half_frozen: HalfFrozen = False) -> None:
-        """Refuse a rank that a weight of this shape cannot have.
+        """Raise if a weight of this shape cannot have this rank.
 
         Raises:
             ValueError: If ``rank`` is not an integer from 1 to :meth:`max_rank`.
@@ -233,7 +233,7 @@ class Factorization(ABC):
             )
 
     def stage_shapes(self, shape: Sequence[int], rank: int) -> tuple[Stage, ...] | None:
-        """Describe the chain of convolutions that is the same as the one with the composed weight.
+        """The stages of a chain of convolutions that equals the convolution with the composed weight.
 
         Applied one after another, the first to the input, they give what the convolution with the composed
         weight gives. For a weight of two dimensions they are matrix products, with kernels (out, in). Each
@@ -246,7 +246,7 @@ class Factorization(ABC):
         return None
 
     def stages(self, factors: Mapping[str, Tensor], shape: Sequence[int]) -> list[Tensor]:
-        """Return the kernels that :meth:`stage_shapes` describes.
+        """The stages' kernels, in the shapes of :meth:`stage_shapes`.
 
         Like :meth:`compose` it can be differentiated and mapped with :func:`torch.func.vmap`.
 
@@ -285,7 +285,7 @@ class Factorization(ABC):
         return F.linear(input, last, bias)
 
     def multiply_adds(self, shape: Sequence[int], rank: int) -> int | None:
-        """Return how many multiply-adds :meth:`multiply` or :meth:`stages` take for each position.
+        """Multiply-adds of :meth:`multiply` or :meth:`stages` for each position.
 
         For :meth:`stages` that is one position of each stage's output; what building the kernels takes is
         left out.
@@ -297,7 +297,7 @@ class Factorization(ABC):
         return None if stages is None else sum(math.prod(stage.kernel) for stage in stages)
 
     def inner(self, left: Mapping[str, Tensor], right: Mapping[str, Tensor], shape: Sequence[int]) -> Tensor:
-        """Return the Frobenius inner product of two composed weights, ``⟨f(left), f(right)⟩``.
+        """The Frobenius inner product of two composed weights, ``⟨f(left), f(right)⟩``.
 
         The forms of this package do it without building the weights where that is cheaper.
 
@@ -307,7 +307,7 @@ class Factorization(ABC):
         return (self.compose(left, shape) * self.compose(right, shape)).sum()
 
     def to_dict(self) -> dict[str, Any]:
-        """Return ``{"name": …, "arguments": {…}}`` in plain Python, as :func:`factorization_from_dict` reads.
+        """``{"name": …, "arguments": {…}}`` in plain Python, for :func:`factorization_from_dict`.
 
         Example:
             >>> from lightning_lowrank.layers import MatrixProduct

@@ -50,7 +50,7 @@ class BlockKronecker(Factorization):
         self.grid = grid
 
     def block_size(self, shape: Sequence[int], rank: int) -> int:
-        """Return z, the side of the factors of each block."""
+        """z, the side of each block's factors."""
         return math.isqrt(math.isqrt((math.prod(shape) - 1) // rank)) + 1
 
     @override
@@ -69,7 +69,7 @@ class BlockKronecker(Factorization):
         return ratio if frozen_factor(half_frozen) is None else ratio / 2
 
     def max_rank(self, shape: Sequence[int], half_frozen: HalfFrozen = False) -> int:
-        """Return the number of blocks at which each is a single number."""
+        """The number of blocks at which each block is a single number."""
         frozen_factor(half_frozen)
         numbers = math.prod(shape)
         return (math.isqrt(numbers - 1) + 1) ** 2 if self.grid else numbers
@@ -81,7 +81,7 @@ class BlockKronecker(Factorization):
         return (math.isqrt(rank) - 1) ** 2 if rank > 1 else None
 
     def check_rank(self, shape: Sequence[int], rank: int, half_frozen: HalfFrozen = False) -> None:
-        """Refuse a number of blocks that is out of range or, in a grid, not a perfect square."""
+        """Raise if the number of blocks is out of range or, in a grid, not a perfect square."""
         super().check_rank(shape, rank, half_frozen)
         if self.grid and math.isqrt(rank) ** 2 != rank:
             raise ValueError(
@@ -101,12 +101,12 @@ class BlockKronecker(Factorization):
     def compose_sum(self, terms: Sequence[Mapping[str, Tensor]], shape: Sequence[int]) -> Tensor:
         rank, size, _ = terms[0]["U"].shape
         numbers, (down, across) = math.prod(shape), self._reached(shape, rank)
-        # Outer products of the flattened factors: unlike those of broadcasting, their gradients are products as well.
+        # Outer products of the flattened factors: their gradients are matrix products, unlike those of broadcasting.
         left = torch.stack([factors["U"][: down * across].flatten(1) for factors in terms], dim=2)
         right = torch.stack([factors["V"][: down * across].flatten(1) for factors in terms], dim=1)
         blocks = torch.bmm(left, right).reshape(down, across, size, size, size, size)
         flat = blocks.permute(0, 2, 4, 1, 3, 5).reshape(-1)
-        # The gradient of a slice would fill a tensor of all blocks with zeros first.
+        # The backward pass of a slice would first fill a tensor of all blocks with zeros.
         weight, _ = flat.split([numbers, len(flat) - numbers])
         return weight.reshape(tuple(shape))
 
@@ -115,22 +115,22 @@ class BlockKronecker(Factorization):
         return math.prod(self._reached(shape, rank)) * self.block_size(shape, rank) ** 4
 
     def _reached(self, shape: Sequence[int], rank: int) -> tuple[int, int]:
-        """Return how many blocks, below and beside one another, hold the weight's numbers."""
+        """Rows and columns of blocks that the weight's numbers reach into."""
         down, across = self._sides(rank)
         return min(down, ceil(math.prod(shape) / (across * self.block_size(shape, rank) ** 4))), across
 
     def _sides(self, rank: int) -> tuple[int, int]:
-        """Return how many blocks stand below and beside one another in the matrix that is flattened."""
+        """Rows and columns of the grid of blocks in the matrix before it is flattened."""
         return (math.isqrt(rank), math.isqrt(rank)) if self.grid else (rank, 1)
 
     def _rows_of_blocks(self, shape: Sequence[int], rank: int, size: int) -> int | None:
-        """Return how many rows of blocks a linear weight reaches into, ``None`` where it is not as wide as one."""
+        """Number of rows of blocks in a linear weight; ``None`` if the weight is narrower than a row of blocks."""
         if len(shape) != 2 or shape[1] != self._sides(rank)[1] * size**2:
             return None
         return -(-shape[0] // size**2)
 
     def multiply_adds(self, shape: Sequence[int], rank: int) -> int | None:
-        """Return 2z³ for each block, for two z×z products; ``None`` where the weight is not as wide as a block."""
+        """2z³ for each block, for two z×z products; ``None`` if the weight is narrower than a row of blocks."""
         size = self.block_size(shape, rank)
         rows = self._rows_of_blocks(shape, rank, size)
         return None if rows is None else 2 * rows * self._sides(rank)[1] * size**3
@@ -167,7 +167,7 @@ class BlockKronecker(Factorization):
         return product if bias is None else product + bias.to(product.dtype)
 
     def inner(self, left: Mapping[str, Tensor], right: Mapping[str, Tensor], shape: Sequence[int]) -> Tensor:
-        """Return the sum over the rows of the blocks of what each row contributes.
+        """The inner product as a sum over the blocks' rows.
 
         Row (i, p) of ``U[k] ⊗ V[k]`` is ``U[k, i] ⊗ V[k, p]``, so its inner product with another such row is
         ``(U[k, i]·U'[k, i]) (V[k, p]·V'[k, p])``. Only the row in which the weight ends is built.
@@ -193,7 +193,7 @@ class BlockKronecker(Factorization):
         return total
 
     def decompose(self, weight: Tensor, rank: int) -> dict[str, Tensor]:
-        """Return the nearest Kronecker product of each block.
+        """The nearest Kronecker product of each block.
 
         Rearranging a block so that each z×z tile of it becomes a row turns the nearest Kronecker product
         into the best approximation of rank one (Van Loan and Pitsianis, 1993). Numbers beyond the weight's
@@ -212,9 +212,9 @@ class BlockKronecker(Factorization):
         return {name: f.reshape(rank, size, size).to(weight.dtype) for name, f in factors.items()}
 
     def default_init_scale(self, shape: Sequence[int], rank: int) -> float:
-        """Return √3: a block's step is ``Ũ ⊗ (Σ Ũᵢⱼ Gᵢⱼ)``, whose mean is a²/3 times the dense step."""
+        """√3: a block's step is ``Ũ ⊗ (Σ Ũᵢⱼ Gᵢⱼ)``, whose mean is a²/3 times the dense step."""
         return math.sqrt(3)
 
     def init_scale_for_std(self, shape: Sequence[int], rank: int, std: float) -> float:
-        """Return the ``a`` with ``(a²/3)² = std²``: each number of the weight is one product."""
+        """The ``a`` with ``(a²/3)² = std²``: each number of the weight is one product."""
         return math.sqrt(3 * std)

@@ -59,7 +59,7 @@ class CoreProduct(Factorization):
         return self._rank_within_max(shape, rank, ratio, half_frozen)
 
     def max_rank(self, shape: Sequence[int], half_frozen: HalfFrozen = False) -> int:
-        """Return the rank at which the heads together have the rank of any matrix, its smaller side."""
+        """The rank at which all heads together reach full rank, the matrix's smaller side."""
         self.trained_factors(shape, half_frozen)
         return math.ceil(min(self._product.matrix_shape(shape)) / self.heads)
 
@@ -77,7 +77,7 @@ class CoreProduct(Factorization):
         return "H"
 
     def core(self, factors: Mapping[str, Tensor]) -> Tensor:
-        """Return the core as one matrix, (heads · rank) × (heads · rank), with the heads' blocks on its diagonal."""
+        """The core as one matrix, (heads · rank) × (heads · rank), with the heads' blocks on its diagonal."""
         blocks = factors["H"]
         if self.heads == 1:
             return blocks
@@ -118,7 +118,7 @@ class CoreProduct(Factorization):
         return (self.core(left) * (rows @ self.core(right) @ columns.mT)).sum()
 
     def decompose(self, weight: Tensor, rank: int) -> dict[str, Tensor]:
-        """Return the truncated singular value decomposition: orthonormal ``U`` and ``V``, and ``H`` diagonal."""
+        """The truncated singular value decomposition: orthonormal ``U`` and ``V``, and ``H`` diagonal."""
         self.check_rank(weight.shape, rank)
         left, values, right = torch.linalg.svd(self._product.as_matrix(working_precision(weight)), full_matrices=False)
         width = self.heads * rank
@@ -134,14 +134,14 @@ class CoreProduct(Factorization):
         return {name: factor.to(weight.dtype) for name, factor in factors.items()}
 
     def default_init_scale(self, shape: Sequence[int], rank: int) -> float:
-        """Return the ``a``, with t = a²/3: ``rank · t = 1``, or ``heads · rank² · t³ = 1`` for several heads.
+        """The ``a``, with t = a²/3: ``rank · t = 1``, or ``heads · rank² · t³ = 1`` for several heads.
 
         The step is the sum of ``S_i² U_i U_iᵀ G V_i V_iᵀ``, and ``E[U_i U_iᵀ] = rank · t · I``.
         """
         return math.sqrt(3 / (rank if self.heads == 1 else (self.heads * rank**2) ** (1 / 3)))
 
     def init_scale_for_std(self, shape: Sequence[int], rank: int, std: float) -> float:
-        """Return the ``a``, with t = a²/3, for which ``rank² · t³ = std²``; of several, ``heads · rank² · t⁴``."""
+        """The ``a``, with t = a²/3, for which ``rank² · t³ = std²``; of several, ``heads · rank² · t⁴``."""
         if self.heads == 1:
             return math.sqrt(3 * (std / rank) ** (2 / 3))
         return math.sqrt(3 * (std**2 / (self.heads * rank**2)) ** (1 / 4))

@@ -62,7 +62,7 @@ class CP(Factorization):
         return (rank + 0.5) * self.trained_numbers(shape, 1, half_frozen) / math.prod(shape)
 
     def max_rank(self, shape: Sequence[int], half_frozen: HalfFrozen = False) -> int:
-        """Return the product of all dimensions but the largest, or the dimension of the frozen factor.
+        """The product of all dimensions but the largest, or the dimension of the frozen factor.
 
         That many terms make any weight: one for each line of numbers along the largest dimension.
         """
@@ -91,7 +91,7 @@ class CP(Factorization):
         return rank * (partial + math.prod(shape))
 
     def stage_shapes(self, shape: Sequence[int], rank: int) -> tuple[Stage, ...]:
-        """Return ``V``, a depthwise convolution for each kernel dimension above 1, and ``U``.
+        """The stages: ``V``, a depthwise convolution for each kernel dimension above 1, and ``U``.
 
         The factors of kernel dimensions of size 1 only scale, which is done to ``V``.
         """
@@ -127,7 +127,7 @@ class CP(Factorization):
         return first.sum()
 
     def decompose(self, weight: Tensor, rank: int) -> dict[str, Tensor]:
-        """Return the factors that alternating least squares finds, or the best ones of a linear weight.
+        """Factors from alternating least squares; the optimal ones for a linear weight.
 
         The start are the largest singular triples of the matrices that the weight's two largest dimensions
         span at each position of the others. They are the truncated singular value decomposition of a linear
@@ -146,7 +146,7 @@ class CP(Factorization):
         }
 
     def default_init_scale(self, shape: Sequence[int], rank: int) -> float:
-        """Return the ``a`` with ``rank · (a²/3)ⁿ⁻¹ = 1``, n being the number of factors.
+        """The ``a`` with ``rank · (a²/3)ⁿ⁻¹ = 1``, n being the number of factors.
 
         The step is ``Σᵣ xᵣ (xᵣ · G)`` along ``V``'s dimension, ``xᵣ`` being the outer product of the other
         factors' columns, and ``E[xᵣ xᵣᵀ] = (a²/3)ⁿ⁻¹ · I``.
@@ -154,7 +154,7 @@ class CP(Factorization):
         return math.sqrt(3 * rank ** (-1 / (len(self.factor_names(shape)) - 1)))
 
     def init_scale_for_std(self, shape: Sequence[int], rank: int, std: float) -> float:
-        """Return the ``a`` with ``rank · (a²/3)ⁿ = std²``, n being the number of factors."""
+        """The ``a`` with ``rank · (a²/3)ⁿ = std²``, n being the number of factors."""
         return math.sqrt(3 * (std**2 / rank) ** (1 / len(self.factor_names(shape))))
 
 
@@ -164,7 +164,7 @@ def _rows_product(left: Tensor, right: Tensor) -> Tensor:
 
 
 def _largest_triples(weight: Tensor, rank: int) -> tuple[list[Tensor], Tensor]:
-    """Return unit columns for each dimension, and lengths, from the singular triples of the weight's slices."""
+    """Start of the iteration: unit columns for each dimension, and lengths, from singular triples of slices."""
     by_size = sorted(range(weight.dim()), key=lambda dimension: -weight.shape[dimension])
     rows, columns, others = by_size[0], by_size[1], sorted(by_size[2:])
     positions = tuple(weight.shape[dimension] for dimension in others)

@@ -50,14 +50,14 @@ class Hadamard(Factorization):
     def rank_for_ratio(self, shape: Sequence[int], ratio: float, half_frozen: HalfFrozen = False) -> int:
         check_number("ratio", ratio, above=0)
         self.trained_factors(shape, half_frozen)
-        # 2R(dim0 + dim1) + 2R²k, k the number of kernel positions, or none where the weight has no kernel.
+        # 2R(dim0 + dim1) + 2R²k, with k kernel positions; without the second term if the weight has no kernel.
         linear, square = shape[0] + shape[1], math.prod(shape[2:]) if len(shape) > 2 else 0
         half = ratio * math.prod(shape) / 2
         rank = max(1, ceil(2 * half / (linear + math.sqrt(linear**2 + 4 * square * half))))
         return self._rank_within_max(shape, rank, ratio, half_frozen)
 
     def max_rank(self, shape: Sequence[int], half_frozen: HalfFrozen = False) -> int:
-        """Return the rank at which one of the two weights can be any weight, the other being all ones.
+        """The rank at which one of the two weights can be any weight, the other being all ones.
 
         That is the smaller dimension of a linear weight. In the Tucker-2 form ``U`` must span the weight's
         columns in dim0, of which there are at most dim1 times the kernel positions, and ``V`` likewise.
@@ -85,14 +85,14 @@ class Hadamard(Factorization):
         return self._term(factors, 1, shape) * self._term(factors, 2, shape)
 
     def _term(self, factors: Mapping[str, Tensor], number: int, shape: Sequence[int]) -> Tensor:
-        """Return one of the two weights that are multiplied."""
+        """One of the two low-rank weights whose element-wise product is taken."""
         left, right = factors[f"U{number}"], factors[f"V{number}"]
         if len(shape) == 2:
             return left @ right.mT
         core = factors[f"T{number}"]
         rank = core.shape[0]
         half = (left @ core.reshape(rank, -1)).reshape(shape[0], rank, -1)
-        # As a batch of products: matmul would fold it into one or not by what requires a gradient, and round otherwise.
+        # bmm: matmul folds the batch or not depending on requires_grad, and would then round differently.
         return right.unsqueeze(0).expand(shape[0], -1, -1).bmm(half).reshape(tuple(shape))
 
     @override
@@ -103,7 +103,7 @@ class Hadamard(Factorization):
         return 2 * (core + rank * numbers) + numbers
 
     def stage_shapes(self, shape: Sequence[int], rank: int) -> tuple[Stage, ...]:
-        """Return the chain of the plain low-rank weight that the product is, of rank ``rank²``.
+        """The stages of the same weight as a plain product of rank ``rank²``.
 
         Its factors' rows are the Kronecker products of the two factors' rows, its core is the Kronecker
         product of the two cores.
@@ -124,12 +124,12 @@ class Hadamard(Factorization):
 
     @staticmethod
     def _core(factors: Mapping[str, Tensor]) -> Tensor:
-        """Return the Kronecker product of the cores, (rank², rank², kernel positions)."""
+        """The Kronecker product of the cores, (rank², rank², kernel positions)."""
         blocks = torch.einsum("acx,bdx->abcdx", factors["T1"].flatten(2), factors["T2"].flatten(2))
         return blocks.flatten(2, 3).flatten(0, 1)
 
     def inner(self, left: Mapping[str, Tensor], right: Mapping[str, Tensor], shape: Sequence[int]) -> Tensor:
-        """Return the inner product by Gram matrices of the factors of rank ``rank²``.
+        """The inner product by Gram matrices of the factors of rank ``rank²``.
 
         Where these Gram matrices, ``rank⁴`` numbers, would be larger than the weight, composing the weights is
         cheaper and is done.
@@ -147,7 +147,7 @@ class Hadamard(Factorization):
         return torch.einsum("acx,ab,bdx,cd->", self._core(left), rows, self._core(right), columns)
 
     def decompose(self, weight: Tensor, rank: int) -> dict[str, Tensor]:
-        """Return the factors that L-BFGS finds, starting from the best weight of ``rank`` times all ones.
+        """The factors that L-BFGS finds, starting from the best weight of ``rank`` times all ones.
 
         There is no closed form. The first of the two weights starts as the truncated singular value
         decomposition (with a kernel: the truncated higher-order one), the second near all ones. At most 100
@@ -164,7 +164,7 @@ class Hadamard(Factorization):
         return {name: (factor * root).to(weight.dtype) for name, factor in factors.items()}
 
     def _start(self, weight: Tensor, rank: int) -> dict[str, Tensor]:
-        """Return factors of the best (or, with a kernel, a near to best) plain weight of this rank times ones."""
+        """Start of the fit: the best (with a kernel, a nearly best) weight of this rank, times a weight of ones."""
         if weight.dim() == 2:
             first = MatrixProduct().decompose(weight, rank)
         else:
@@ -185,7 +185,7 @@ class Hadamard(Factorization):
         }
 
     def _fit(self, weight: Tensor, start: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Improve the start, whose equal columns in the second weight are first told apart by noise."""
+        """Improve the start by L-BFGS, after noise has separated the equal columns of the second weight."""
 
         def error(factors: Mapping[str, Tensor]) -> Tensor:
             return (self.compose(factors, weight.shape) - weight).square().sum() / 2
@@ -219,7 +219,7 @@ class Hadamard(Factorization):
         return fitted if error(fitted) < error(start) else dict(start)
 
     def default_init_scale(self, shape: Sequence[int], rank: int) -> float:
-        """Return the ``a`` of U(−a, a), with s = a²/3: ``rank²s³ = 1``, with a core ``rank⁴s⁵ = 1``.
+        """The ``a`` of U(−a, a), with s = a²/3: ``rank²s³ = 1``, with a core ``rank⁴s⁵ = 1``.
 
         The step changes the second weight by its factors' squares, ``rank·s`` (``rank²s²``) times its
         gradient in expectation; that gradient and the composed weight each bring the first weight once,
@@ -228,7 +228,7 @@ class Hadamard(Factorization):
         return math.sqrt(3 * (rank ** (-2 / 3) if len(shape) == 2 else rank ** (-4 / 5)))
 
     def init_scale_for_std(self, shape: Sequence[int], rank: int, std: float) -> float:
-        """Return the ``a``, with s = a²/3, for which ``rank²s⁴ = std²``, with a core ``rank⁴s⁶ = std²``."""
+        """The ``a``, with s = a²/3, for which ``rank²s⁴ = std²``, with a core ``rank⁴s⁶ = std²``."""
         variance = math.sqrt(std / rank) if len(shape) == 2 else (std / rank**2) ** (1 / 3)
         return math.sqrt(3 * variance)
 
@@ -239,5 +239,5 @@ def _columns_product(left: Tensor, right: Tensor) -> Tensor:
 
 
 def _root_mean_square(numbers: Tensor) -> Tensor:
-    """Return the root mean square, or the smallest number to divide by where all are zero."""
+    """The root mean square; the smallest positive number if all values are zero, for a division."""
     return numbers.square().mean().sqrt().clamp_min(torch.finfo(numbers.dtype).tiny)

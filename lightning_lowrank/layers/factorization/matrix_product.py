@@ -66,7 +66,7 @@ class MatrixProduct(Factorization):
         self.layout = layout
 
     def matrix_shape(self, shape: Sequence[int]) -> tuple[int, int]:
-        """Return the rows and columns of the matrix that a weight of this shape is read as.
+        """Rows and columns of a weight of this shape as a matrix.
 
         Raises:
             ValueError: If the shape has fewer than two dimensions.
@@ -76,11 +76,11 @@ class MatrixProduct(Factorization):
         return shape[0] * math.prod(shape[2:split]), shape[1] * math.prod(shape[split:])
 
     def _input_position(self, shape: Sequence[int]) -> int:
-        """Return where the input channels stand once the rows' kernel modes have moved before them."""
+        """Position of the input channels after the rows' kernel dimensions have moved before them."""
         return 1 if self.layout == "channel" else 1 + (len(shape) - 1) // 2
 
     def as_matrix(self, weight: Tensor) -> Tensor:
-        """Read a weight as a matrix of :meth:`matrix_shape`."""
+        """A weight as a matrix of :meth:`matrix_shape`."""
         matrix_shape = self.matrix_shape(weight.shape)
         if self.layout == "permuted":
             weight = weight.movedim(1, self._input_position(weight.shape))
@@ -103,7 +103,7 @@ class MatrixProduct(Factorization):
         return self._rank_within_max(shape, rank, ratio, half_frozen)
 
     def max_rank(self, shape: Sequence[int], half_frozen: HalfFrozen = False) -> int:
-        """Return the smaller side of the matrix, or the side of the frozen factor.
+        """The smaller side of the matrix, or the side of the frozen factor.
 
         With ``Ũ`` fixed, ``Ũ Vᵀ`` reaches every matrix only once ``Ũ`` spans all rows, and with ``Ṽ`` fixed
         once that spans all columns.
@@ -125,7 +125,7 @@ class MatrixProduct(Factorization):
         return math.prod(shape) * rank
 
     def stage_shapes(self, shape: Sequence[int], rank: int) -> tuple[Stage, ...] | None:
-        """Return ``V`` and then ``U`` as convolutions, each with the kernel modes of its own side.
+        """The stages ``V`` and ``U``, each a convolution with the kernel dimensions of its side.
 
         In the layout ``"raw"`` there are such convolutions only where reshaping does not mix channels with
         kernel positions: for a linear weight, a single input channel, or a kernel of size 1 in the rows.
@@ -157,7 +157,7 @@ class MatrixProduct(Factorization):
         return ((left["U"].mT @ right["U"]) * (left["V"].mT @ right["V"])).sum()
 
     def decompose(self, weight: Tensor, rank: int) -> dict[str, Tensor]:
-        """Return the truncated singular value decomposition, ``U √Σ`` and ``V √Σ``."""
+        """The truncated singular value decomposition, ``U √Σ`` and ``V √Σ``."""
         self.check_rank(weight.shape, rank)
         left, values, right = torch.linalg.svd(self.as_matrix(working_precision(weight)), full_matrices=False)
         roots = values[:rank].sqrt()
@@ -165,9 +165,9 @@ class MatrixProduct(Factorization):
         return {name: factor.to(weight.dtype).contiguous() for name, factor in factors.items()}
 
     def default_init_scale(self, shape: Sequence[int], rank: int) -> float:
-        """Return √(3 / rank): the step is ``Ũ Ũᵀ G``, and ``E[Ũ Ũᵀ] = rank · a²/3 · I``."""
+        """√(3 / rank): the step is ``Ũ Ũᵀ G``, and ``E[Ũ Ũᵀ] = rank · a²/3 · I``."""
         return math.sqrt(3 / rank)
 
     def init_scale_for_std(self, shape: Sequence[int], rank: int, std: float) -> float:
-        """Return the ``a`` with ``rank · (a²/3)² = std²``."""
+        """The ``a`` with ``rank · (a²/3)² = std²``."""
         return math.sqrt(3 * std / math.sqrt(rank))
