@@ -20,8 +20,8 @@ from lightning_lowrank.lora.inputs import AggregatedRound
 class ConvergenceMonitor(Configured, Callback):
     r"""Log, in each round of `FedLoRA`, how far its operator is from the conditions under which it converges.
 
-    Chen et al. (ABO, Definitions 2 and 3) prove convergence where the distances from what clients receive to what they
-    trained stay within constants times the squared learning rate: the weak condition
+    Chen et al. (ABO, Definitions 2 and 3) prove convergence if the distance between the factors that clients receive
+    and the factors that they trained stays within a constant times the squared learning rate: the weak condition
     :math:`\operatorname{mean}_i \lVert P Q - B_i A_i \rVert_F^2 \le R^2 \eta^2`, or the strong one,
     :math:`\operatorname{mean}_i \lVert P - B_i \rVert_F^2 \le P^2 \eta^2` and
     :math:`\operatorname{mean}_i \lVert Q - A_i \rVert_F^2 \le Q^2 \eta^2`. Logged in each round:
@@ -31,13 +31,13 @@ class ConvergenceMonitor(Configured, Callback):
       any common factors reach (the mean of products; the means of factors). Negative where clients receive factors that
       are nearer to their own than any common ones;
     - ``convergence/aggregation_error``: :math:`\lVert E - \operatorname{mean}_i s B_i A_i \rVert_F` of the server's
-      effective update :math:`E`, and ``convergence/broadcast_error``: the same of what clients receive, as a root
-      mean square;
+      effective update :math:`E`, and ``convergence/broadcast_error``: the same of the clients' received update, as
+      a root mean square;
     - ``convergence/effective_rank``: of :math:`E`, from the entropy of its singular values (Roy and Vetterli, 2007),
       and ``convergence/energy_beyond``: the share of its energy beyond the smallest client's rank, which tends to zero
       where ranks collapse (Wu et al., 2026). Both are means over layers.
 
-    Where clients train a factor and keep it (``FedSA``), the server cannot measure it, and nothing is logged.
+    If clients keep a trained factor (``FedSA``), the server cannot measure it, and nothing is logged.
 
     Clients are weighted as in the aggregation. Squares are summed over layers. :math:`\eta` is the learning rate of
     the optimizer that trains the factors, the largest if groups differ. The cost is one pass over the factors; the

@@ -76,7 +76,7 @@ class DifferentialPrivacy(NeedsPoissonBatches, Configured, Callback):
         clip: Largest norm :math:`C` of a sample's gradient, over all trained parameters, above 0.
         noise_multiplier: Noise :math:`z`, above 0. ``None``: the smallest with which the steps of all epochs cost
             ``target_epsilon``, to 1e-4. In a simulated federation these are the planned steps of each client.
-        target_epsilon: The ε that is not passed. ``None``: no limit.
+        target_epsilon: Largest ε. ``None``: no limit.
         delta: The δ of all ε. Use less than 1 over the number of samples. Default 1e-5.
         physical_batch_size: Largest number of samples whose gradients are in memory at once. ``None``: all of a batch.
             The result does not depend on it, to rounding.
@@ -89,8 +89,8 @@ class DifferentialPrivacy(NeedsPoissonBatches, Configured, Callback):
             ``seed_everything`` before the fit, or 0.
 
     Raises:
-        MisconfigurationException: If an argument is out of range. When a fit begins, if what it trains cannot be
-            protected: BatchNorm, manual optimization, accumulated or shared batches, several processes without a
+        MisconfigurationException: If an argument is out of range. When a fit begins, if the training cannot be
+            private: BatchNorm, manual optimization, accumulated or shared batches, several processes without a
             federation, methods and optimizers that take several gradients of a batch,
             factors of which none can move.
 
@@ -181,8 +181,8 @@ class DifferentialPrivacy(NeedsPoissonBatches, Configured, Callback):
             )
         if trainer.overfit_batches:
             raise MisconfigurationException(
-                f"overfit_batches={trainer.overfit_batches} repeats batches, and DifferentialPrivacy accounts batches"
-                " that are drawn anew: leave it out."
+                f"overfit_batches={trainer.overfit_batches} repeats batches, and DifferentialPrivacy accounts for"
+                " batches drawn independently in each step: leave it out."
             )
 
     def _take_loader(self, trainer: Any) -> None:
@@ -375,7 +375,8 @@ class DifferentialPrivacy(NeedsPoissonBatches, Configured, Callback):
         if kept.setdefault("drawn", drawn_as) != drawn_as:
             raise MisconfigurationException(
                 f"the steps so far drew {kept['drawn'][0]} of {kept['drawn'][1]} samples, and this one draws"
-                f" {drawn_as[0]} of {drawn_as[1]}: ε counts equal steps, so go on with the same data and batch size."
+                f" {drawn_as[0]} of {drawn_as[1]}: ε is computed for equal steps, so continue with the same"
+                " data and batch size."
             )
         kept["steps"] = kept.get("steps", 0) + 1
         self._last = place
@@ -488,7 +489,8 @@ class DifferentialPrivacy(NeedsPoissonBatches, Configured, Callback):
         changed = [f"{name}={before[name]!r}, now {now[name]!r}" for name in now if before[name] != now[name]]
         if changed:
             raise MisconfigurationException(
-                f"the checkpoint's run had DifferentialPrivacy with {'; '.join(changed)}: go on with the same."
+                f"the checkpoint's run had DifferentialPrivacy with {'; '.join(changed)}: continue with the same"
+                " settings."
             )
         self._noise, self._own = state_dict["noise_multiplier"], dict(state_dict["own"])
         self._secret = state_dict["secret"]

@@ -220,7 +220,7 @@ class LowRank(Configured, Callback):
                 " so that it would be trained dense. Lightning calls configure_model() again after LowRank has, and"
                 " setup() of modules after that of callbacks: make the layers in __init__(), or in configure_model()"
                 " where they are not there yet"
-                + ("." if gone else "; or, to leave these dense, name in include what is to be converted.")
+                + ("." if gone else "; or list the layers to convert in include, to keep these dense.")
             )
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:

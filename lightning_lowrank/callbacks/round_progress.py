@@ -36,7 +36,7 @@ class RoundProgress(Callback):
 
     ``lightning-lowrank fit`` adds it, unless it gets ``--quiet`` or ``trainer.enable_progress_bar=false``. Bytes are
     those of all rounds, up and down. Time left is estimated from the mean time of the rounds of this fit. A resumed run
-    goes on with its round and its best figure. Where several processes share a run, the first one shows it.
+    continues at its round and with its best figure. If several processes share a run, the first one shows the bar.
 
     Put it after `FederatedLoop` in the trainer's callbacks.
 
@@ -48,7 +48,7 @@ class RoundProgress(Callback):
             and ``val_loss`` that is logged (or with ``valid`` or ``validation``), else another metric of validation.
             Whether higher is better, its name says or what monitors it. Where neither does, the last value is shown.
         form: ``"bar"``, ``"lines"``, ``"none"`` for nothing, or ``"auto"``: a bar where one can be drawn, else lines.
-            A progress bar that is neither of Rich nor of tqdm stays, and this one is lines beside it.
+            A progress bar that is neither Rich's nor tqdm's stays; this callback then prints lines.
 
     Raises:
         MisconfigurationException: If ``form`` is not one of these. When a fit begins, if there is no `FederatedLoop`

@@ -39,7 +39,7 @@ class StaticBatchNorm(Configured, Callback, CompletesModels):
     checkpoint of weights that were not validated, and at the fit's end, their running statistics become the mean over
     the batches of the training set, with the current weights: a pass over the training data with the module's
     ``forward``, in training mode, without gradients. Module and checkpoints have the statistics of their weights, for a
-    later test or export; a checkpoint that is saved inside a round has those of the last pass.
+    later test or export; a checkpoint saved inside a round has the statistics of the last pass.
 
     With `FederatedLoop`, which must come before it in ``callbacks``, the pass is over all clients' training samples
     (not those held out to test them) with the global model. It takes at most as many batches as the round has trained

@@ -37,7 +37,7 @@ class TrainedCheckpoints(Configured, Callback):
     digest.
 
     It needs no `FederatedLoop`: it serves any run that freezes most of its weights. Writing into frozen weights
-    through ``tensor.data`` while the run goes on is not seen.
+    through ``tensor.data`` during the run is not noticed.
 
     Raises:
         MisconfigurationException: If the strategy shards the model. When a checkpoint is loaded, if the module lacks a

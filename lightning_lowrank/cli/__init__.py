@@ -2,9 +2,9 @@
 
 - `parser`: the objects that a recipe describes.
 - `recipes`: those that come with the package, by name.
-- `suggestions`: what a misspelt name of a recipe was to be.
-- `commands`: what the command's words do. `overview`: the help that tells them.
-- `inspection`: what a run would cost.
+- `suggestions`: corrections of misspelt names in a recipe.
+- `commands`: the commands. `overview`: their help.
+- `inspection`: a run's layers, bytes and problems.
 - `runs`: what runs left behind, read from their folders.
 - `report`: their table. `plots`: their curves.
 """

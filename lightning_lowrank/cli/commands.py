@@ -266,7 +266,9 @@ def _resolve(parser: argparse.ArgumentParser, words: list[str]) -> None:
 
 def _approve(parser: argparse.ArgumentParser, words: list[str]) -> None:
     parser.add_argument("recipe", type=Path, help="a file that `flower resolve` or `flower` has written")
-    parser.add_argument("--policy", type=Path, required=True, help="the site's policy; `approved` is made beside it")
+    parser.add_argument(
+        "--policy", type=Path, required=True, help="the site's policy; the folder `approved` is made next to it"
+    )
     parser.add_argument("--client", type=int, default=0, help="the site's partition-id")
     parser.add_argument("--state-dir", type=Path, default=None, help="the folder given to the SuperNode as state-dir")
     parser.add_argument("--new-account", action="store_true", help="the samples are others than in all earlier studies")

@@ -18,7 +18,7 @@ SUBCOMMANDS = {
     " on your",
     "predict": "Run inference on your data. This will call the model forward function to compute predictions."
     " Useful to",
-    "inspect": "Tell what a run would cost and whether the module would work, without touching data.",
+    "inspect": "Print what a run would cost and whether the module would work; data is not read.",
 }
 """Beginnings of the docstrings of the trainer's methods, as LightningCLI shows them."""
 
@@ -27,7 +27,7 @@ def print_overview(epilog: str) -> NoReturn:
     """Print the help of ``lightning-lowrank`` and end with status 0.
 
     Args:
-        epilog: What stands below the list of subcommands.
+        epilog: Text below the list of subcommands.
     """
     parser = ArgumentParser(prog="lightning-lowrank", description=_DESCRIPTION, epilog=epilog)
     parser.add_argument("-c", "--config", action=ActionConfigFile, help=_CONFIG)

@@ -188,16 +188,16 @@ class RecipeParser(LightningArgumentParser):
 
 def _telling(message: str) -> list[str]:
     """The useful lines of jsonargparse's message; a wrong type is followed by the value given."""
-    told: list[str] = []
+    useful: list[str] = []
     for line in (line.strip().removeprefix("- ") for line in message.splitlines()):
         given = line.removeprefix("Given value: ")
         # The innermost value comes first; the outer ones are whole sections.
-        if given != line and len(given) <= _LONGEST_VALUE and told and told[-1].startswith("Expected a <class"):
-            if "Got value" not in told[-1]:
-                told[-1] += f". Got value: {given}"
+        if given != line and len(given) <= _LONGEST_VALUE and useful and useful[-1].startswith("Expected a <class"):
+            if "Got value" not in useful[-1]:
+                useful[-1] += f". Got value: {given}"
         elif line and not line.startswith(_PARSER_NOISE):
-            told.append(line)
-    return told
+            useful.append(line)
+    return useful
 
 
 class LowRankCLI(SubcommandCLI):
@@ -241,12 +241,12 @@ class LowRankCLI(SubcommandCLI):
     def _failure(self) -> str:
         assert self.seed is not None
         place = self.seeds.index(self.seed)
-        told = [
+        parts = [
             f"{what} {' '.join(map(str, seeds))}"
             for what, seeds in (("whole:", self.seeds[:place]), ("not begun:", self.seeds[place + 1 :]))
             if seeds
         ]
-        return f"the run with seed {self.seed} failed ({', '.join(told)})"
+        return f"the run with seed {self.seed} failed ({', '.join(parts)})"
 
     @staticmethod
     def subcommands() -> dict[str, set[str]]:
@@ -295,7 +295,7 @@ class LowRankCLI(SubcommandCLI):
         # argparse accepts abbreviated options.
         if any(option.startswith("--seed_") and "--seed_everything".startswith(option) for option in options):
             raise MisconfigurationException(
-                f"--seed_everything stands beside seeds={seeds}, which give seed_everything its values: leave out one,"
+                f"--seed_everything is given in addition to seeds={seeds}, which set it: leave out one,"
                 " or give `--seeds` with a single value for a single run."
             )
         wrong = [seed for seed in seeds if not 0 <= seed <= _LARGEST_SEED]
@@ -306,7 +306,7 @@ class LowRankCLI(SubcommandCLI):
         if len(seeds) > 1 and section.get("ckpt_path"):
             raise MisconfigurationException(
                 f"ckpt_path={section['ckpt_path']!r} is the state of one run, from which the {len(seeds)} runs of"
-                f" seeds={seeds} would all go on: leave it out, or give `--seeds` with that run's value alone."
+                f" seeds={seeds} would all continue: leave it out, or give `--seeds` with that run's value alone."
             )
         logger = section.get("trainer.logger")
         for one in logger if isinstance(logger, list) else [logger]:

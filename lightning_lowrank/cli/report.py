@@ -113,11 +113,11 @@ def report(
     Returns:
         The files written. ``bytes.png`` only if a run logged ``comm/total_bytes``, ``seconds.png`` only if one logged
         ``system/seconds``, ``convergence.png`` only if one logged the constants of `ConvergenceMonitor`;
-        ``rounds_each.png`` and so on only where curves hide each other.
+        ``rounds_each.png`` and so on only if curves hide each other.
 
     Raises:
         MisconfigurationException: If a path holds no run, no run that trained logged ``metric``, ``target`` is given
-            for a metric of which it is not known whether higher is better, or ``output`` has a file of such a name that
+            for a metric of unknown direction, or ``output`` has a file of such a name that
             no report wrote.
     """
     console = console or Console()
@@ -216,7 +216,7 @@ class Goal:
     def best(self, run: Run, within: float = math.inf) -> tuple[int, float] | None:
         """Round (from 1) and value of the best round within a budget of bytes; of equal values the first.
 
-        If it is not known what is better, the last one. A value that is not a number is none unless all are.
+        With an unknown direction, the last one. NaN only counts if all values are NaN.
         """
         rounds, values = run.column(self.metric)
         if within < math.inf:

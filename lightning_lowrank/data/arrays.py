@@ -36,13 +36,13 @@ class Arrays(SplitsInMemory):
     Args:
         train: Training inputs and targets; or a dictionary with the arrays ``x``, ``y`` and columns; or the path of an
             ``.npz`` file with such arrays.
-        test: Those of the test set. ``None``: ``test_share`` of the training samples is held out.
+        test: Inputs and targets of the test set. ``None``: ``test_share`` of the training samples is held out.
         test_share: Share of the training samples for testing, where ``test`` is not given.
         validation: ``"test"``: validation on the test set. A share: so much of the training samples is held out.
         batch_size: Samples per training batch.
         eval_batch_size: Samples per batch of the other loaders.
         num_workers: Worker processes per loader.
-        seed: Seed of what is held out.
+        seed: Seed of the held-out samples.
 
     Raises:
         MisconfigurationException: If an argument is out of range, arrays cannot be read, differ in length or hold no

@@ -1,6 +1,6 @@
 """`ClientDatasets`: a data set for each client, joined into one with the column ``client``.
 
-The readers of `client_files` are thin subclasses, of which each reads one form of files.
+The readers of `client_files` are thin subclasses, each for one form of files.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class ClientDatasets(SplitsInMemory):
         batch_size: Samples per training batch.
         eval_batch_size: Samples per batch of the other loaders.
         num_workers: Worker processes per loader.
-        seed: Seed of what is held out.
+        seed: Seed of the held-out samples.
         collate_fn: What makes a batch of samples. ``None``: torch's own.
 
     Raises:

@@ -446,7 +446,7 @@ class _Columns:
     Args:
         target: The column of targets.
         features: The columns of inputs; ``None``: all others of the first table, which the others must have too.
-        beside: Columns that are no inputs.
+        beside: Columns that are no inputs, such as the client.
     """
 
     def __init__(self, target: str, features: Sequence[str] | None, beside: Sequence[str] = ()) -> None:

@@ -22,10 +22,10 @@ _TRAIN_NAMES = ("train", "training")
 class ImageFolder(OwnImages):
     """Images of any classes: a folder with a folder for each class, in it the files of its images.
 
-    ``root`` holds either the classes' folders, or a folder ``train`` (or ``training``) of such folders, and beside it
-    ``test`` (or ``testing``) and ``val`` (or ``valid``, ``validation``), in capitals or not. Without test images
-    ``val`` is tested on, and without both ``test_share`` is held out. Classes are numbered in the order of their names.
-    Hidden files and folders and ``__MACOSX`` do not count.
+    ``root`` has either the classes' folders, or a folder ``train`` (or ``training``) of such folders and optionally
+    ``test`` (or ``testing``) and ``val`` (or ``valid``, ``validation``), in capitals or not. Without test images the
+    images of ``val`` are the test images, and without both ``test_share`` is held out. Classes are numbered in the
+    order of their names. Hidden files and folders and ``__MACOSX`` are ignored.
 
     With ``clients=True`` there is a folder for each client, and in it the classes' folders: ``client/class/image``.
     ``ByKey("client")`` makes natural clients of them.

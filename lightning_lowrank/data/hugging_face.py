@@ -171,7 +171,7 @@ def _checked(
     if name is None:
         found = f"{len(fitting)} columns" if fitting else "no column"
         raise MisconfigurationException(
-            f"{source} has {found} of {what}, and must have one, or be told which: {advice}"
+            f"{source} has {found} of {what}, and needs one, or an argument that names it: {advice}"
         )
     if name not in features:
         raise MisconfigurationException(f"{source} has no column {name!r}; it has {listed(list(features))}; {advice}")

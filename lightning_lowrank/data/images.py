@@ -94,7 +94,7 @@ class TensorImages(HasColumns, Dataset[tuple[Tensor, int]]):
         targets: Class indices, ``(samples,)``; kept as a ``LongTensor`` in the attribute of the same name.
         mean: Mean of each channel, of pixels scaled to [0, 1].
         std: Standard deviation of each channel, of pixels scaled to [0, 1].
-        pixel_max: The pixel value that stands for full intensity.
+        pixel_max: The pixel value of full intensity.
         crop_padding: Zeros added at each side before the random crop, in pixels. Default 0: no crop.
         mirror: Whether an image is flipped left to right with probability one half. Default no.
 

@@ -31,10 +31,10 @@ class Instructions(TextSplits):
 
     A row becomes a text in one of three ways. With ``prompt`` (the default) it is this template, filled with the row's
     columns, and then the column ``answer``. With ``messages`` it is a conversation, which the tokenizer's own chat
-    template writes; what the assistant says is predicted. With ``text`` it is one column, all of which is predicted.
+    template writes; the assistant's answers are predicted. With ``text`` it is one column, and all of it is predicted.
     The end token follows an answer or text, and is predicted as well.
 
-    Texts are cut off at ``max_length``. One of which nothing to predict is left is dropped; a warning says how many.
+    Texts are truncated at ``max_length``. A text without a token to predict is dropped; a warning has their number.
 
     A batch is a dictionary of ``input_ids``, ``attention_mask`` and ``labels``, which are -100 where nothing is
     predicted, padded to its longest text; with ``packing`` see `PackTexts`. A tokenizer without a padding token pads
@@ -65,7 +65,7 @@ class Instructions(TextSplits):
         pad_to_multiple_of: As for `TextClassification`; packed rows too.
         stratify: Column of values, such as the clients, of each of which the same share is held out. ``None``: all rows
             are drawn alike.
-        seed: Seed of what is held out.
+        seed: Seed of the held-out texts.
 
     Raises:
         MisconfigurationException: If an argument is out of range, a file, split or column is missing, a row is
@@ -126,7 +126,7 @@ class Instructions(TextSplits):
         )
         if stratify is not None and share is None:
             raise MisconfigurationException(
-                f"stratify={stratify!r} says how a share is held out, and validation={validation!r} is none: give one"
+                f"stratify={stratify!r} is for a held-out share, and validation={validation!r} is no share: give one"
                 " such as validation=0.1, or leave out stratify"
             )
         self.share, self.stratify, self.seed = share, stratify, seed
@@ -283,8 +283,8 @@ def _conversation(tokenizer: Any, said: Any) -> tuple[list[int], list[bool]]:
         start, end = written(place, True), written(place + 1, False)
         if end[: len(start)] != start or ids[: len(end)] != end:
             raise _Malformed(
-                "is written by the tokenizer's chat template in other words once it goes on, so that the assistant's"
-                " tokens cannot be told apart: give conversations of one answer, or another template"
+                "is written by the tokenizer's chat template in other words once it continues, so that the assistant's"
+                " tokens cannot be identified: give conversations of one answer, or another template"
             )
         answered[len(start) : len(end)] = [True] * (len(end) - len(start))
     return ids, answered

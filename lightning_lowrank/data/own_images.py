@@ -34,7 +34,7 @@ class Pictures:
 
     targets: Tensor
     rows: Rows | None = None
-    """Which of those that were found they are; ``None``: all of them."""
+    """Rows of these images among all that were found; ``None``: all of them."""
 
     def open(self, row: int) -> Image.Image:
         """An image.
@@ -63,13 +63,13 @@ class OwnImages(VisionDataModule):
     """Base class of datamodules for users' images. A subclass finds them in ``find_splits``.
 
     Each split is decoded once and held as one ``uint8`` tensor: in memory, or beyond ``memory_limit`` in a temporary
-    file, of which the operating system keeps in memory what there is room for. Images have 8 bits in each channel.
+    file, which the operating system caches in free memory. Images have 8 bits in each channel.
 
     Args:
         size: Height and width of the images, or one number for both. Images of another shape are cut at the sides to
             its proportions, and scaled. ``None``: all have one size, and it stays.
         channels: 3 for colour, 1 for grey; images are converted.
-        test_share: Share of each class that is held out for testing, where there are no test images.
+        test_share: Share of each class that is held out for testing if there are no test images.
         mean: Mean of each channel, of pixels in [0, 1]. ``None``: that of the training images.
         std: Standard deviation of each channel. ``None``: that of the training images.
         memory_limit: Bytes of a split's pixels that are held in memory.

@@ -1,6 +1,6 @@
 """Tables of named columns: from files, from Hugging Face `datasets`, or from lists of dictionaries.
 
-The datamodules of texts read their splits as a `Table`, and keep it beside the tokens, so that `ByKey` finds clients in
+The datamodules of texts read their splits as a `Table` and store it with the tokens, so that `ByKey` finds clients in
 any of its columns.
 """
 
@@ -26,7 +26,7 @@ class Table:
     Args:
         columns: The columns by name.
         source: What the rows came from, for messages.
-        first_line: Line of the file that its first row stands in; ``None``: rows are counted from 0.
+        first_line: Line number of the first row in the file; ``None``: rows are counted from 0.
         classes: Names of the classes in the order of their numbers, by column, where the source says them.
         rows: The rows of the source that these are. ``None``: all of them.
 

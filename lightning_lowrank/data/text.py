@@ -61,7 +61,7 @@ class TextClassification(TextSplits):
         regression: Whether labels are numbers to predict. Default: no, but for ``stsb``.
         group_by_length: Whether texts of like length are in one batch, in training and validation, so that less of it
             is padding. The samples of a round are the same; which of them share a batch is not. Default no.
-        pad_to_multiple_of: Pads each batch to a multiple of so many tokens, of which ``max_length`` must be one. Only
+        pad_to_multiple_of: Pads each batch to a multiple of this number, which must divide ``max_length``. Only
             clients whose batches are of one length step together (``execution="vectorized"``), and steps of one length
             are compiled: ``max_length`` itself gives one length, 16 gives a few. Default: each batch is padded
             to its own longest text.

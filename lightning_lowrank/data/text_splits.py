@@ -31,7 +31,7 @@ class TextSplits(SplitsInMemory):
         max_length: Tokens of a text at most.
         dataset: Name of a data set, a list of the name and its configuration, or the splits themselves.
         group_by_length: Whether texts of like length are in one batch, in training and validation.
-        pad_to_multiple_of: Batches are padded to a length of which this is a factor.
+        pad_to_multiple_of: Batches are padded to a multiple of this length.
     """
 
     def __init__(

@@ -25,7 +25,7 @@ class TinyImageNet(PhotographDataModule):
     WordNet names.
 
     The images are JPEG files, which the first run decodes. It keeps the pixels (1.35 GB) in
-    ``tiny-imagenet-200.safetensors`` beside the folder ``tiny-imagenet-200``, and later runs read that file. Delete it
+    ``tiny-imagenet-200.safetensors`` next to the folder ``tiny-imagenet-200``, and later runs read that file. Delete it
     when the folder has changed.
 
     Arguments are those of `TorchvisionDataModule`; ``augment`` is on by default. ``download`` fetches and unpacks

@@ -26,7 +26,7 @@ class Spending:
     """A client's private steps so far, in a file.
 
     Args:
-        file: The file; it need not be there yet. `check` refuses to go on without it.
+        file: The file; it need not exist yet, but `check` raises without it.
 
     Example:
         >>> import tempfile

@@ -90,7 +90,7 @@ def escaped(text: str, longest: int = _LONGEST_LINE) -> str:
 
 
 class Approvals:
-    """The folder ``approved`` beside a site's policy: a file for each recipe, named by its SHA-256.
+    """The folder ``approved`` next to a site's policy, with a file for each recipe, named by its SHA-256.
 
     Args:
         folder: The folder; it need not be there yet.
@@ -121,7 +121,7 @@ class Approvals:
 
         Args:
             file: The account.
-            anew: Whether it begins at nothing, whatever there was: for samples that no study has used.
+            anew: Whether to start an empty account even if one exists, for samples that no study has used.
 
         Raises:
             MisconfigurationException: If it is not there, and recipes are approved: it was lost.
@@ -238,7 +238,7 @@ def left_to_sites(content: Any, own: dict[str, Any]) -> Any:
     if not isinstance(content, dict):
         return content
     if _is_own(content):
-        raise misconfigured(f"the recipe has {content!r}, which stands for a site's own value: give the value")
+        raise misconfigured(f"the recipe has {content!r}, a placeholder for a site's own value: give the value")
     left = {}
     for name, value in content.items():
         is_split = name in _SPLITS and isinstance(value, str) and not set("./\\") & set(value)
@@ -328,7 +328,7 @@ def sentences(content: Mapping[str, Any]) -> list[str]:
         f" {federated.get('local_epochs')} local epochs, and no round of fewer than"
         f" {federated.get('min_clients') or 1} clients.",
         f"Callbacks: {'; '.join(map(_said, callbacks)) or 'none'}.",
-        "What leaves in each round: what the method sends of the tensors that are trained, through"
+        "Sent in each round: the method's message of the trained tensors, through"
         f" {_said(federated.get('uplink')) if federated.get('uplink') else 'no codec'}; at the start the numbers of"
         " samples and steps.",
         f"Privacy: {_said(federated['privacy']) if federated.get('privacy') else 'no noise on what leaves'};"

@@ -86,7 +86,7 @@ def _naming(layer: Candidate) -> Iterator[None]:
 class _Budget:
     """The arithmetic of a budget over the weights to factorize. A number costs 1 or, in bytes, its size.
 
-    Factors beside a frozen weight of 16 bits are of 32 bits, and so is what stays trained in such a model.
+    Factors of a frozen weight of 16 bits have 32 bits, and so do trained parameters in such a model.
     """
 
     def __init__(

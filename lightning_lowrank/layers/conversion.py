@@ -32,23 +32,23 @@ def convert(model: nn.Module, factorization: Factorization, *, seed: int = 0, **
     A layer can be converted if it is exactly an ``nn.Linear``, ``nn.Conv1d`` to ``3d``, ``nn.ConvTranspose1d``
     to ``3d``, ``nn.Embedding`` or transformers' ``Conv1D`` with a plain floating-point weight; so can the
     projections of an ``nn.MultiheadAttention``, each under its weight's name without ``_weight``
-    (``attention.in_proj``). Subclasses have a use for their weight that this could break. Layers that share
-    one weight share the factors afterwards; they are converted all or none.
+    (``attention.in_proj``). A subclass is not converted, because it may use its weight in another way. Layers that
+    share one weight share the factors afterwards; either all of them are converted or none.
 
-    Other layers are left alone, and the report says why. So are layers whose weight is frozen and those of which there
-    is a frozen copy, such as a teacher that follows, unless ``convert_frozen`` is set; layers whose trained factors
-    would not be fewer numbers than the weight, unless ``freeze_rest`` would freeze it; and, in role ``"weight"``, those
-    whose weight is constant and gives the factors no start.
+    Other layers stay dense, and the report says why. So do layers whose weight is frozen or has a frozen copy, such as
+    a momentum teacher, unless ``convert_frozen`` is set; layers whose trained factors would not have fewer numbers than
+    the weight, unless ``freeze_rest`` would freeze it; and, in role ``"weight"``, layers with a constant weight, from
+    which factors cannot start.
 
     Args:
         model: The model. Nothing in it is changed if an error is raised.
-        factorization: How factors stand for a weight.
+        factorization: How a weight is factorized.
         seed: Seed of the factors' draws; each layer's is derived from it and its name. 0 by default.
         **settings: ``rank``, ``role``, ``skip`` and the other settings of :class:`LowRankSettings`, which checks
             them.
 
     Returns:
-        What became of each layer, with the model's totals.
+        A report of each layer's outcome, with the model's totals.
 
     Raises:
         TypeError: If ``model`` is itself a layer to convert, or an argument of a wrong kind.

@@ -1,7 +1,7 @@
 """The base class of low-rank layers, whose weight is composed from a few small tensors.
 
 A low-rank layer has a *role*: the factors are the weight (``"weight"``), or a change to a frozen weight
-(``"update"``). Two modifiers set what is trained, with f a
+(``"update"``). Two modifiers set which factors are trained, with f a
 :class:`~lightning_lowrank.layers.factorization.Factorization`:
 
 ===========  =========================  ====================
@@ -85,7 +85,7 @@ class LowRankLayer(nn.Module):
 
     - ``frozen_weight``: the weight before the update (role ``"update"`` only), not trained unless ``train_base``
       is set.
-    - ``factors``: the trained factors, by name; of float32 beside a frozen weight of 16 bits.
+    - ``factors``: the trained factors, by name; float32 if the frozen weight has 16 bits.
     - ``fixed``: the factors that are never trained: the frozen one of a half-frozen layer, both of a decoupled one.
     - ``bias``: the dense layer's own.
 
@@ -300,7 +300,7 @@ class LowRankLayer(nn.Module):
     def weight(self) -> Tensor:
         """The effective dense weight, composed at each use unless the layer is merged.
 
-        It is to be read: what is written into it is lost, and `forward` then raises.
+        Read-only: an in-place write is lost, and the next call of `forward` raises.
         """
         if self._is_merged():
             assert self.merged_weight is not None
@@ -383,7 +383,7 @@ class LowRankLayer(nn.Module):
     @torch.inference_mode(False)
     @torch.no_grad()
     def merge(self) -> None:
-        """Compose the weight once and keep it, so that the layer costs what the dense one does.
+        """Compose the weight once and keep it, so that the layer costs as much as the dense layer.
 
         The factors and the frozen weight stay as they are, so :meth:`unmerge` restores the layer bit for bit
         and state dicts are the same as before. A merged layer does not train: ``train()``, loading a state dict,

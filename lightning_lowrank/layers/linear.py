@@ -53,7 +53,7 @@ class LowRankLinear(LowRankProjection, nn.Linear):  # type: ignore[misc, overrid
 class LowRankEmbedding(LowRankLayer, nn.Embedding):  # type: ignore[override]
     """An ``nn.Embedding`` whose table is composed from factors; see :class:`LowRankLayer`.
 
-    The contracted way looks up rows of ``U`` and multiplies only these. ``U`` stands with the rows. Its row for
+    The contracted way looks up rows of ``U`` and multiplies only these. ``U`` belongs to the rows. Its row for
     ``padding_idx`` is zero and stays so: an update leaves the padding as it is, and a weight has zeros there. Only a
     layer of the same factors without a padding, such as a tied output, trains it.
 

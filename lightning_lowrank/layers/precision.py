@@ -17,9 +17,9 @@ _BEFORE = "narrow_type"
 def widen(model: nn.Module, parameters: Collection[nn.Parameter]) -> None:
     """Change parameters of 16 bits to float32, in place.
 
-    A step that is smaller than the spacing of 16 bits would change nothing. The modules that hold them compute in
-    float32 and return what they returned before; under autocast they compute as it says. A module that holds others
-    beside them, such as a frozen weight with a trained bias, stays as it is.
+    A step smaller than the spacing of 16-bit numbers would be lost. Modules with only such parameters compute in
+    float32 and return their former dtype; under autocast they compute in autocast's dtype. A module that also
+    has other parameters, such as a frozen weight with a trained bias, is unchanged.
     """
     narrow = widened(model, parameters)
     for module in model.modules():

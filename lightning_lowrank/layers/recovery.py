@@ -57,7 +57,7 @@ class LayerSpec:
 
 
 def merge(model: nn.Module) -> nn.Module:
-    """Compose every low-rank layer's weight once and keep it, so that inference costs what the dense model does.
+    """Compose every low-rank layer's weight once and keep it, so that inference costs as much as with the dense model.
 
     Factors, frozen weights and the state dict stay as they are; :func:`unmerge`, ``model.train()``, loading
     a state dict, and a fit with `LowRank` or `FederatedLoop` undo it, bit for bit.

@@ -16,13 +16,13 @@ class LayerReport:
         name: The layer's name in the model.
         kind: The dense layer's class name.
         shape: The dense weight's shape.
-        rank: The factors' rank, ``None`` where the layer was left alone.
+        rank: The factors' rank, ``None`` if the layer stays dense.
         parameters: Numbers in the dense weight.
-        trainable: Numbers that are trained for this weight: those of the factors, or its own where the layer was
-            left alone, 0 if frozen. The bias counts in neither.
+        trainable: Trained numbers of this weight: the factors', or the weight's own if the layer stays dense; 0 if
+            frozen. The bias is not counted.
         converted: Whether the layer is low-rank now.
-        reason: Why the layer was left alone, has another rank than the settings say or factors that are no fewer
-            numbers than the weight, or whose factors it shares; empty otherwise.
+        reason: Why the layer stays dense, has another rank than the settings say, has factors with as many numbers
+            as the weight, or shares another layer's factors; empty otherwise.
         error: The relative error ‖W − f‖ / ‖W‖ (Frobenius norms) of a weight that started from the dense one's
             decomposition, else ``None``.
     """

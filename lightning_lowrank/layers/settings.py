@@ -54,7 +54,7 @@ class LayerSettings:
         init: How the factors start. ``"uniform"``: draws from :math:`U(-a, a)`. In role ``"update"`` the update
             starts at zero: the trained factors are zero where the layer is half-frozen or decoupled, otherwise
             the factorization's ``zero_factor``. ``"lora"`` (role ``"update"``, two factors): the factor on the
-            input's side is drawn as torch draws a linear layer's weight, with a = 1/√(its rows), the other is
+            input's side is drawn as torch draws a linear layer's weight, with a = 1/√(its rows), and the other is
             zero. ``"spectral"`` (role ``"weight"``): the factorization's ``decompose`` of the weight; where
             decoupled, the fixed factors are these and the trained ones half of them, which makes the same
             weight. ``"auto"`` (default): ``"uniform"`` in role ``"update"``, ``"spectral"`` in role ``"weight"``.
@@ -71,7 +71,7 @@ class LayerSettings:
             does. The input of an embedding is not numbers, and nothing is left out there.
         compute: ``"dense"`` composes the weight for each batch, ``"contracted"`` applies the factors to the input
             one after another, ``"auto"`` (default) takes whichever needs fewer multiply-adds.
-        train_base: Train the weight beside the update, in role ``"update"``: what ``FedHM`` needs, where some
+        train_base: Train the weight in addition to the update, in role ``"update"``, for ``FedHM``: some of its
             clients train the weight and others the factors. Off by default.
 
     Raises:
@@ -134,8 +134,8 @@ class LayerSettings:
         check_number("dropout", self.dropout, least=0, below=1)
         if self.role == "weight" and self.train_base:
             raise ValueError(
-                'train_base=True trains the weight beside the update, but role is "weight", which has no update: '
-                'use role="update" or leave train_base out.'
+                'train_base=True trains the weight in addition to the update, but role is "weight", which has no'
+                ' update: use role="update" or leave train_base out.'
             )
         if (self.alpha is not None or self.dropout) and (self.train_base or self.role == "weight"):
             reason = "train_base=True trains the weight too" if self.train_base else 'role is "weight"'
@@ -158,20 +158,20 @@ class LowRankSettings(LayerSettings):
 
     Patterns of layers are matched case-sensitively with the wildcards of :mod:`fnmatch` against a layer's whole
     name and every run of its parts between dots: ``"encoder"`` and ``"encoder.0"`` mean all layers in these
-    modules, ``"fc*"`` also ``encoder.0.fc1``. Where a setting is a dictionary from patterns to values, the first
-    pattern that matches a layer counts, and layers that none matches are left alone.
+    modules, ``"fc*"`` also ``encoder.0.fc1``. If a setting is a dictionary from patterns to values, the first
+    matching pattern applies, and layers without a match stay dense.
 
     The settings of :class:`LayerSettings` are settings here too.
 
     Args:
         budget: Share of the whole model, in (0, 1]: all trained parameters after the conversion over all parameters
-            before. Biases, norms and layers that are left alone count as well as factors; what was frozen before counts
+            before. Biases, norms and dense layers count as well as factors; parameters that were frozen before count
             with ``convert_frozen`` only.
         ratio: Share of each weight's numbers that its factors train, in (0, 1], or a dictionary from patterns.
         rank: Rank of each weight (number of blocks for ``BlockKronecker``), or a dictionary from patterns.
         rank_ratio: Rank over output channels, γ in (0, 1], or a dictionary from patterns. The rank is γ·channels,
             rounded to the nearest integer and at least 1 (FedHM, Yao et al. 2021). A layer with many more outputs than
-            inputs, such as 512×24, may have no such rank and is left alone: give it a smaller γ, or use ``ratio``.
+            inputs, such as 512×24, may have no such rank and stays dense: give it a smaller γ, or use ``ratio``.
         budget_unit: ``"share"`` (default), or ``budget`` is a number of ``"parameters"`` or ``"bytes"``.
         budget_rule: How ``budget`` becomes one ratio for all layers. ``"largest"`` (default): the largest whose
             total fits the budget. ``"authors"``: start at the budget and lower the ratio in steps of 0.001 until
@@ -180,16 +180,16 @@ class LowRankSettings(LayerSettings):
             ``"singular_values"`` (``MatrixProduct`` only): one rank after another goes to the layer where the next
             singular value explains most per parameter: its square, as a share of the layer's sum of squares.
         include: Patterns of the layers to convert. All by default.
-        exclude: Patterns of layers to leave alone. None by default.
-        skip: ``"first"`` and ``"last"`` leave the first and the last of the layers that can be converted, in
-            registration order, alone. Empty by default.
+        exclude: Patterns of layers that stay dense. None by default.
+        skip: ``"first"`` and ``"last"``: the first and the last convertible layer, in registration order, stay
+            dense. Empty by default.
         allow_larger: Convert also layers whose factors are no fewer numbers than their weight, in role ``"update"``
             with a matrix product even at a rank that no such weight has. Off by default. Layers that ``freeze_rest``
-            would freeze are converted all the same, at the largest rank there is where theirs is larger.
+            would freeze are converted all the same; a rank above the largest possible one becomes the largest.
         convert_frozen: Convert also layers whose weight is frozen (``requires_grad=False``), as for LoRA on a base that
-            was frozen by hand. Off by default: what is frozen stays as it is.
+            was frozen by hand. Off by default: frozen layers stay dense and frozen.
         freeze_rest: Freeze every parameter except the factors and, with ``train_base``, the weights that they
-            update. Biases are frozen too. No layer is left alone for its size, see ``allow_larger``. Off by default.
+            update. Biases are frozen too. No layer stays dense for its size, see ``allow_larger``. Off by default.
         keep_trained: Patterns of parameter names that ``freeze_rest`` leaves trained, such as ``["classifier"]`` for
             the new head of a pretrained model. None by default. The weight of a converted layer is frozen all the
             same; name the layer in ``exclude`` to train it whole. In a model of 16 bits, modules whose parameters are
@@ -260,8 +260,8 @@ class LowRankSettings(LayerSettings):
             )
         if name == "budget" and self.train_base:
             raise ValueError(
-                f"budget={self.budget} bounds all trained parameters, and train_base=True trains the weights beside"
-                " their factors: give rank, rank_ratio or ratio instead, or leave train_base out."
+                f"budget={self.budget} bounds all trained parameters, and train_base=True trains the weights in"
+                " addition to their factors: give rank, rank_ratio or ratio instead, or leave train_base out."
             )
         if self.allocation == "singular_values" and not isinstance(self.factorization, MatrixProduct):
             raise ValueError(

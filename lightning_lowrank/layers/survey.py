@@ -72,7 +72,7 @@ class Candidate:
     Attributes:
         projection: The weight's name where it is one of several: of an attention without ``_weight``, of a recurrent
             layer all of it. Empty otherwise.
-        reason: Why the layer is left alone, empty otherwise.
+        reason: Why the layer stays dense; empty if it is converted.
         note: What is unusual about the layer's factors, empty otherwise.
         tied_to: The earlier layer whose factors this one shares.
         error: The relative error of the decomposition, where there is one.
@@ -203,7 +203,7 @@ def keep_ties(layers: Sequence[Candidate]) -> None:
     for layer in layers:
         for other in layers:
             if other.weight is layer.weight and other.reason and not layer.reason:
-                layer.reason = f"its weight is shared with {other.name}, which is left alone"
+                layer.reason = f"its weight is shared with {other.name}, which stays dense"
 
 
 def _why_not(module: nn.Module, projection: str, factorization: Factorization) -> str:

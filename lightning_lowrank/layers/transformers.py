@@ -14,7 +14,7 @@ from lightning_lowrank.layers.linear import LowRankProjection
 class LowRankConv1D(LowRankProjection, Conv1D):
     """A ``transformers.pytorch_utils.Conv1D`` whose weight (in × out) is composed from factors.
 
-    See :class:`~lightning_lowrank.layers.LowRankLayer`; ``U`` stands with the input.
+    See :class:`~lightning_lowrank.layers.LowRankLayer`; ``U`` belongs to the input.
     """
 
     dense_classes = (Conv1D,)

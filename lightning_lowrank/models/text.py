@@ -50,7 +50,7 @@ class TextClassifier(Classifier):
             dictionary with ``model_type`` or transformers' own, for random weights; or the model itself, such as one
             that PEFT wrapped, which ``load_from_checkpoint`` must be given again.
         num_labels: Number of classes, or 1 to predict a number. Default: the task's, or 2.
-        seed: Seed of the weights that ``model`` does not hold: those of the classification head. ``None``: the seed
+        seed: Seed of weights that ``model`` lacks, such as the classification head. ``None``: the seed
             given to Lightning's ``seed_everything``, or 0.
         optimizer: Makes the optimizer from the parameters that require a gradient. Default: AdamW with a learning rate
             of 2e-5 and a weight decay of 0.01 (Devlin et al. 2019, who try 2e-5 to 5e-5), for training all weights;
@@ -58,7 +58,7 @@ class TextClassifier(Classifier):
         no_weight_decay: Patterns of parameters without weight decay, such as ``["bias", "LayerNorm"]``.
         task: Name of a task of GLUE, as for `TextClassification`.
         dtype: Type of the weights: ``"auto"`` for the one that the model is stored in, or a name of torch's. Weights of
-            16 bits do not change by steps smaller than their rounding. Train adapters beside them, which are float32
+            16 bits do not change by steps smaller than their rounding. Train adapters, which are float32
             (with ``"bf16-mixed"``; ``"bf16-true"`` makes them 16 bits too), or give ``"float32"``.
 
     Raises:

@@ -23,8 +23,8 @@ class ProjectedAdamW(ProjectedOptimizer):
     ``W``: with it, the change of ``W`` is not in the span of ``P``. Projecting the coefficients is not the same as
     projecting AdamW's step, because the second moment depends on the basis.
 
-    What is a matrix, what is dense (and then exactly :class:`torch.optim.AdamW`), where ``P`` is held, how
-    subspaces are refreshed and clients stacked is as for :class:`ProjectedSGD`.
+    Which parameters are matrices, which are dense (and step exactly as in :class:`torch.optim.AdamW`), where ``P`` is
+    stored, how subspaces are refreshed and how clients are stacked is as for :class:`ProjectedSGD`.
 
     Args:
         params: Parameters or parameter groups; see :func:`projected_parameter_groups`.
@@ -35,7 +35,7 @@ class ProjectedAdamW(ProjectedOptimizer):
         eps: ``ε``, at least 0. Default: 1e-8.
         weight_decay: ``λ``, at least 0. Default: 0.01.
         rank: Number of columns of ``P``, at least 1, or ``None`` for no projection. Groups may have their own;
-            this is the rank of those that have not.
+            this is the default.
         subspace: ``"random"`` (default) or ``"gradient"``, as for :class:`ProjectedSGD`.
         refresh_interval: Steps from one subspace to the next, at least 1; ``None`` for new subspaces on
             :meth:`refresh` only. By default 200, as in GaLore.

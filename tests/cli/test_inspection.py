@@ -463,7 +463,7 @@ def test_the_printed_tables_hold_every_figure_in_eighty_columns(inspect, capsys)
         for key in ("rank", "parameters", "trainable", "macs"):
             assert layer[key] is None or f"{layer[key]:,}" in line
         assert "×".join(map(str, layer["shape"])) in line
-    assert "network.classifier is left alone: last layer" in printed
+    assert "network.classifier stays dense: last layer" in printed
     assert "4,719,328 dense" in printed
     assert "152,026 trained (3.22% of dense)" in printed
     assert f"  up: {figures['traffic']['up']['bytes']:,} bytes for client 0 in the first round" in printed
@@ -504,4 +504,4 @@ def test_recurrent_layers_are_listed(low_rank):
     assert {layer["left_alone"] for layer in found.values()} == {reason}
     said = io.StringIO()
     render(figures, Console(file=said, width=120))
-    assert ("rnn.weight_ih_l0 is left alone: weights of recurrent" in said.getvalue()) == bool(low_rank)
+    assert ("rnn.weight_ih_l0 stays dense: weights of recurrent" in said.getvalue()) == bool(low_rank)

@@ -763,9 +763,9 @@ def test_a_tie_holds_through_conversion_training_and_recovery(role, modifier):
 @pytest.mark.parametrize(
     ("settings", "left", "reason"),
     [
-        ({"exclude": ["decoder"], "rank": 2}, "embedding", "shared with decoder, which is left alone"),
-        ({"include": ["decoder", "hidden"], "rank": 2}, "decoder", "shared with embedding, which is left alone"),
-        ({"rank": {"hidden": 2}}, "decoder", "shared with embedding, which is left alone"),
+        ({"exclude": ["decoder"], "rank": 2}, "embedding", "shared with decoder, which stays dense"),
+        ({"include": ["decoder", "hidden"], "rank": 2}, "decoder", "shared with embedding, which stays dense"),
+        ({"rank": {"hidden": 2}}, "decoder", "shared with embedding, which stays dense"),
     ],
 )
 def test_layers_that_share_a_weight_are_converted_all_or_none(settings, left, reason):
