@@ -95,9 +95,9 @@ class Table(list[Column]):
         head, *rows = ([_html(cell).replace("\n", "<br>") for cell in row] for row in self._rows())
         titles = "".join(f'<th scope="col"{kind}>{cell}</th>' for kind, cell in zip(kinds, head, strict=True))
         body = "\n".join(
-            # Non-breaking spaces: a narrow column breaks a figure only before its brackets.
+            # A narrow column breaks a figure before its deviation or its brackets, so that wide tables fit the page.
             f"<tr>{''.join(f'<td{kind}>{cell}</td>' for kind, cell in zip(kinds, row, strict=True))}</tr>".replace(
-                " ± ", "&nbsp;±&nbsp;"
+                " ± ", " ±&nbsp;"
             )
             for row in rows
         )

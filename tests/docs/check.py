@@ -39,6 +39,13 @@ def readme() -> Iterator[str]:
         size = (ROOT / picture).stat().st_size
         if size >= 150_000:
             yield f"README.md: {picture} has {size} bytes, and less than 150,000 are wanted"
+    speed = text.split("## Speed")[1].split("\n## ")[0]
+    for line in speed.splitlines():
+        if (
+            line.startswith(("|", "python "))
+            and line not in (DOCS / "speed.md").read_text(encoding="utf-8").splitlines()
+        ):
+            yield f"README.md's section on speed has a line that docs/speed.md has not: {line}"
     commands = [line for block in blocks(README) for line in block.text.splitlines() if " pytest" in line]
     if len(commands) != 1:
         yield f"README.md has {len(commands)} commands with pytest, and 1 is wanted"
