@@ -148,6 +148,9 @@ def results() -> Iterator[str]:
     script = runpy.run_path(str(ROOT / "recipes" / "results.py"))
     if script["PAGE"].read_text() != script["page"](*script["read"]()):
         yield "recipes/RESULTS.md is not what its data give: run python recipes/results.py"
+    counts = re.search(r"^\d+ figures: .*$", script["PAGE"].read_text(), re.MULTILINE)
+    if counts is None or counts[0] not in (DOCS / "results.md").read_text():
+        yield "docs/results.md has other numbers of figures than recipes/RESULTS.md"
 
 
 def modules() -> Iterator[str]:
