@@ -50,6 +50,7 @@ OTHER_BASES: dict[tuple[str, str], Callable[[str], bool]] = {
     ("flowertune", "general"): lambda overlay: True,
     ("privacy", "digits"): lambda overlay: True,
     ("privacy", "clients"): lambda overlay: False,
+    ("equal_bytes", "fmnist"): lambda overlay: True,
 }
 FEDMUD_SETTINGS = {
     "mud": ("reset_interval_2", "reset_interval_4", "init_scale_0_1", "init_scale_1", "init_scale_10"),
@@ -57,6 +58,7 @@ FEDMUD_SETTINGS = {
     "fedlmt": ("compression_8", "compression_16"),
 }
 """Overlays of FedMUD's figures, which come after a method's."""
+ON_FASHION_MNIST = ("fedmud/fmnist", "equal_bytes/fmnist")
 OF_BOTH = ("mixing_1_4", "mixing_1_8", "personal_steps_2")
 TDPFED_SETTINGS = {
     ("mnist", "afm"): (
@@ -124,6 +126,8 @@ def combinations() -> list[tuple[str, ...]]:
         found += [tuple(f"fedmud/{name}" for name in (base, *chain)) for chain in chains]
     for (base, method), settings in TDPFED_SETTINGS.items():
         found += [tuple(f"tdpfed/{name}" for name in (base, method, setting)) for setting in settings]
+    for method, channel in (("fedmud_bkd_aad", "bits_8"), ("fedlmt", "bits_8"), ("fedlmt", "top_k_up")):
+        found.append(("equal_bytes/fmnist", f"equal_bytes/{method}", f"equal_bytes/{channel}"))
     placed = {setting for settings in TDPFED_SETTINGS.values() for setting in settings}
     for (folder, base), chosen in OTHER_BASES.items():
         files = sorted((RECIPES / folder).glob("*.yaml"))
@@ -189,7 +193,7 @@ def configs(names: tuple[str, ...]) -> list[str]:
 
 
 def marks(names: tuple[str, ...]) -> list[pytest.MarkDecorator]:
-    return [needs_shared_data("FashionMNIST")] if names[0] == "fedmud/fmnist" else []
+    return [needs_shared_data("FashionMNIST")] if names[0] in ON_FASHION_MNIST else []
 
 
 def made_up_files() -> None:
@@ -322,7 +326,7 @@ def files_of(names: tuple[str, ...]) -> list[str]:
 
 def made_small(names: tuple[str, ...], monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Have small data and networks in the working folder, and return the options that name them."""
-    if "fedmud/fmnist" in names:
+    if names[0] in ON_FASHION_MNIST:
         images = {train: real_fashion_mnist(train) for train in (True, False)}
         monkeypatch.setattr(FashionMNIST, "prepare_data", lambda self: None)
         monkeypatch.setattr(FashionMNIST, "load_images", lambda self, train: images[train])
