@@ -17,7 +17,7 @@ from lightning_lowrank import FederatedLoop, algorithms
 from lightning_lowrank.cli import main
 from lightning_lowrank.compression import Dense
 from lightning_lowrank.federated import loop
-from lightning_lowrank.flower import server
+from lightning_lowrank.flower import remote_rounds
 from lightning_lowrank.flower.approval import filled, read_plain
 from lightning_lowrank.flower.client import client_app
 from lightning_lowrank.flower.recipe import build, check_optimizers
@@ -299,7 +299,7 @@ def test_recipes_that_cannot_run_across_sites(tmp_path, changes, said):
 def test_a_method_that_needs_static_batch_norm_says_what_sites_can_have(tmp_path, monkeypatch, algorithm):
     monkeypatch.chdir(tmp_path)
     said: list[str] = []
-    for part in (server, loop):
+    for part in (remote_rounds, loop):
         monkeypatch.setattr(part, "rank_zero_warn", said.append)
     changes = {"federated": {"algorithm": algorithm}, "model": NORMALISED, "trainer": {"max_epochs": 1}}
     run_on_sites(fast(tmp_path, changes), tmp_path)

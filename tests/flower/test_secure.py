@@ -7,7 +7,7 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from lightning_lowrank.compression import Dense
 from lightning_lowrank.federated.client_states import load
 from lightning_lowrank.federated.state import trained_tensors
-from lightning_lowrank.flower import server
+from lightning_lowrank.flower import remote_rounds, server
 from lightning_lowrank.flower.client import client_app
 from lightning_lowrank.flower.messages import TRAIN, options_of
 from lightning_lowrank.flower.secure import SECURE
@@ -191,7 +191,7 @@ def test_a_site_that_has_lost_what_it_kept_hears_it_again(tmp_path, monkeypatch)
         grid.before = before
 
     told: list[str] = []
-    monkeypatch.setattr(server, "rank_zero_warn", told.append)
+    monkeypatch.setattr(remote_rounds, "rank_zero_warn", told.append)
     run_on_sites(recipe, tmp_path, prepare=prepare, min_sites=2, secure_aggregation=True)
     assert told == ["round 2 goes on without the site of client 0: it has lost what it kept of earlier rounds"]
     kept = {file.stem[-1]: load(file)["frozen"] for file in (tmp_path / "state").glob("study_*.safetensors")}

@@ -9,7 +9,7 @@ from filelock import FileLock
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
 from lightning_lowrank.federated import client_states
-from lightning_lowrank.flower import server
+from lightning_lowrank.flower import remote_rounds, server
 from lightning_lowrank.flower.client import client_app
 from lightning_lowrank.flower.remote_rounds import RemoteRounds
 from lightning_lowrank.flower.server import serve
@@ -97,7 +97,7 @@ def test_a_server_that_comes_back_does_not_wait_for_sites_that_were_away(tmp_pat
     with pytest.raises(Killed):
         run_on_sites(recipe, tmp_path, prepare=prepare, state=state)
     warned: list[str] = []
-    monkeypatch.setattr(server, "rank_zero_warn", warned.append)
+    monkeypatch.setattr(remote_rounds, "rank_zero_warn", warned.append)
     served, _ = run_on_sites(recipe, tmp_path, clients=2, state=state, start_timeout=1.0)
     assert not any("goes on without the sites of clients" in warning for warning in warned)
     assert served.callback_metrics["federated/clients"] == 2
