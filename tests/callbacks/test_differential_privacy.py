@@ -604,7 +604,7 @@ def test_batches_that_are_drawn_otherwise(tmp_path, loops):
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        ({"algorithm": Ditto()}, r"Algorithm\.local_update"),
+        ({"algorithm": Ditto()}, r"OwnSteps\.local_update"),
         ({"execution": "vectorized"}, "DifferentialPrivacy"),
         ({"objective": MaskAbsentClasses("net", classes=4)}, r"DifferentialPrivacy.*DifferentialPrivacy"),
         (
