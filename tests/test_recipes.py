@@ -102,7 +102,7 @@ def last_said(names: tuple[str, ...], *path: str) -> Any:
 def combinations() -> list[tuple[str, ...]]:
     found: list[tuple[str, ...]] = [
         ("quickstart",),
-        *(("quickstart", f"quickstart_{kind}") for kind in ("8bit", "dense", "phones", "topk")),
+        *(("quickstart", f"quickstart_{kind}") for kind in ("8bit", "dense", "phones", "rank", "topk")),
     ]
     overlays_of_quickstart = sorted(file.stem for file in (RECIPES / "robust").glob("*.yaml"))
     found += [

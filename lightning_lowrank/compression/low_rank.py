@@ -85,10 +85,9 @@ class LowRankCodec(RandomCodec[Factors]):
 
     Example:
         >>> codec = LowRankCodec(rank=1, method="svd")
-        >>> codec.transmit({"weight": torch.outer(torch.tensor([1.0, 0.0, 2.0]), torch.tensor([3.0, 0.0, 4.0]))})
-        {'weight': tensor([[3., 0., 4.],
-                [0., 0., 0.],
-                [6., 0., 8.]])}
+        >>> weight = torch.outer(torch.tensor([1.0, 0.0, 2.0]), torch.tensor([3.0, 0.0, 4.0]))
+        >>> torch.allclose(codec.transmit({"weight": weight})["weight"], weight)
+        True
     """
 
     sparse = True

@@ -105,6 +105,7 @@ class FedLoRA(ChangesBase, UnequalClients, Personal):
         self._exchange = FactorExchange(operator, self._ranks)
         self._changes = BaseChanges(operator)
         self.operator, self.levels, self.upload_ranks = operator, self._ranks.levels, self._slots.budgets
+        self.capacity, self.shares, self.ranks = capacity, shares, ranks
         self.keep, self.adapter = list(keep), adapter
         self.observers: list[Callable[[AggregatedRound], None]] = []
         self._kept: set[str] = set()
