@@ -51,6 +51,7 @@ METHODS = {
     "4 bits": ("bits_4",),
     "top-k": ("top_k",),
     "top-k, 8 bits": ("top_k_8bit",),
+    "rank 4, 4 bits": ("rank_4",),
     "EF21-P": ("ef21p",),
     "FedBAT": ("fedbat",),
     "FedMUD": ("fedmud",),
