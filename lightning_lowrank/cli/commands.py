@@ -275,19 +275,19 @@ def _approve(parser: argparse.ArgumentParser, words: list[str]) -> None:
     parser.add_argument("--yes", action="store_true", help="do not ask")
     options = parser.parse_args(words)
     from lightning_lowrank.configuration import misconfigured
-    from lightning_lowrank.flower.approval import Approvals, check_reads_nothing, read_plain, sentences, state_folder
 
+    approval = import_module(f"{_FLOWER}.approval")
     for file in (options.recipe, options.policy):
         if not file.is_file():
             raise misconfigured(f"{file}: there is no such file.")
     data = options.recipe.read_bytes()
-    content = read_plain(data, str(options.recipe))
-    check_reads_nothing(content)
-    print(*sentences(content), sep="\n")
+    content = approval.read_plain(data, str(options.recipe))
+    approval.check_reads_nothing(content)
+    print(*approval.sentences(content), sep="\n")
     if not options.yes and input("Approve? [y/N] ").strip().lower() not in ("y", "yes"):
         raise misconfigured("nothing was approved.")
-    approvals = Approvals(options.policy.parent / "approved")
-    folder = state_folder({} if options.state_dir is None else {"state-dir": options.state_dir})
+    approvals = approval.Approvals(options.policy.parent / "approved")
+    folder = approval.state_folder({} if options.state_dir is None else {"state-dir": options.state_dir})
     approvals.begin_account(folder / f"privacy_client_{options.client}.json", options.new_account)
     print(f"approved: {approvals.keep(data)}")
 

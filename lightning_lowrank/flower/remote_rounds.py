@@ -135,6 +135,9 @@ class RemoteRounds(Callback):
             fewer than ``min_sites`` answer in a round.
     """
 
+    validated_round: int | None = None
+    """``None``: a validation is always of the round that it ends, unlike `FederatedLoop.validated_round`."""
+
     def __init__(
         self,
         loop: FederatedLoop,

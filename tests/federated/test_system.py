@@ -298,7 +298,7 @@ def test_every_method_can_be_timed(tmp_path, name):
     logged, loop, timed = ends(SystemModel(speed=1e3))
     _, _, untimed = ends(None)
     assert_same(weights(timed), weights(untimed))
-    passes = sum(loop.algorithm.passes(loop.coordinator.info(1)))
+    passes = sum(OwnSteps.of(loop.algorithm).passes(loop.coordinator.info(1)))
     # The larger client's, with the least of the layers.
     assert logged["system/seconds"] > 24 * passes * FORWARD / 1e3 / 20
 

@@ -442,8 +442,8 @@ def test_tied_embeddings(tmp_path, form, operator, tying):
     sides = {"vocab_size": 20, "hidden_size": 8, "num_attention_heads": 2, "intermediate_size": 8}
     config = LlamaConfig(**sides, num_hidden_layers=1, tie_word_embeddings=True, use_cache=False, initializer_range=0.3)
     base = LlamaForCausalLM(config)
-    lora = peft().LoraConfig(r=2, lora_alpha=2, ensure_weight_tying=tying, **form)
-    module = Causal(peft().get_peft_model(copy.deepcopy(base), lora))
+    config = peft().LoraConfig(r=2, lora_alpha=2, ensure_weight_tying=tying, **form)
+    module = Causal(peft().get_peft_model(copy.deepcopy(base), config))
     loop = FederatedLoop(FedLoRA(getattr(lora, operator)()), partition=FromIndices(CLIENTS), summary=False)
     run = trainer(tmp_path, loop, max_epochs=2, limit_val_batches=0)
     loader = DataLoader(data(bert), batch_size=4)
