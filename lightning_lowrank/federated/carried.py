@@ -28,7 +28,10 @@ from lightning_lowrank.federated.state import trained_tensors
 from lightning_lowrank.internals.advance import loss_of
 from lightning_lowrank.internals.lightning import overrides, with_global_step
 from lightning_lowrank.internals.replaced import replaced
+from lightning_lowrank.internals.torch import version_of
 
+_MOST_COPIED = 2**22
+"""Most numbers of a tensor of which a copy is kept."""
 _MANY_STEPS = 1000
 """Factor by which counters are advanced, so that a step tells of a warm-up that no client has reached yet."""
 
@@ -50,9 +53,12 @@ class CarriedValues:
         items = reachable("self", module, lambda item: id(item) in apart or isinstance(item, kinds))
         self._containers: list[tuple[Any, Any]] = []
         self._tensors: list[tuple[Tensor, Tensor]] = []
+        self._large: list[tuple[Tensor, int]] = []
         for _, item in items:
             if isinstance(item, (dict, list, set, deque)):
                 self._containers.append((item, item.copy()))
+            elif isinstance(item, Tensor) and item.numel() > _MOST_COPIED:
+                self._large.append((item, version_of(item)))
             elif isinstance(item, Tensor) and item.layout is torch.strided:
                 self._tensors.append((item, item.detach().clone()))
 
@@ -74,8 +80,10 @@ class CarriedValues:
         """Whether a step on ``batch`` is another with the attributes as they are now than as they were.
 
         Counters are tried with much larger numbers as well. All is put back. A step that cannot be tried counts as
-        another one.
+        another one, and so does one after a change of a tensor that is too large to be copied.
         """
+        if any(version_of(tensor) != version for tensor, version in self._large):
+            return True
         far = self._far_numbers()
 
         def begin_with_far() -> None:

@@ -17,7 +17,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from torchmetrics import MeanMetric, MetricCollection
 
 from lightning_lowrank import FedAvg, FederatedLoop, FromIndices, MaskAbsentClasses
-from lightning_lowrank.federated import client_optimizers, leaks
+from lightning_lowrank.federated import carried, client_optimizers, leaks
 from lightning_lowrank.internals.torch import TorchDispatchMode
 from lightning_lowrank.testing.experiment import blobs
 from tests.helpers import SaveEachStep, lightnings_own
@@ -501,6 +501,33 @@ def test_what_cannot_be_put_right_is_named_once(kind, named):
     said = [str(each.message) for each in told if re.search("training changes|reads global_step", str(each.message))]
     assert len(said) == 1
     assert re.search(named, said[0])
+
+
+class LargeTable(Base):
+    """Reads a table that its steps change in place."""
+
+    def __init__(self):
+        super().__init__()
+        self.table = torch.ones(100)
+
+    def scale(self, batch_idx):
+        self.table.mul_(1.5)
+        return self.table[0].item()
+
+
+def test_a_large_tensor_is_not_copied_and_named_if_it_changes(monkeypatch):
+    monkeypatch.setattr(carried, "_MOST_COPIED", 99)
+    copied = []
+    make = carried.CarriedValues.__init__
+
+    def kept(values, trainer):
+        make(values, trainer)
+        copied.extend(values._tensors)
+
+    monkeypatch.setattr(carried.CarriedValues, "__init__", kept)
+    with pytest.warns(UserWarning, match=r"attributes of the module: table"):
+        federated(LargeTable)
+    assert not [tensor for tensor, _ in copied if len(tensor) == 100]
 
 
 @pytest.mark.parametrize("kind", [Totals, TotalsByHand])
