@@ -76,7 +76,7 @@ class EF21P(ChangesBase, OwnCodec):
         self.announce(server, missing(server, self._top_k.transmit))
 
     def broadcast(self, server: Server, client: ClientInfo) -> Message:
-        """Return the model; in its code, the announced difference replaces the parameters."""
+        """The model; the downlink's code sends the announced difference in place of the parameters."""
         return Message(server.sent_down(), self.downlink(server.base))
 
     def aggregate(self, server: Server) -> None:

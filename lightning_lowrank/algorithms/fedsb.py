@@ -97,7 +97,7 @@ class FedSB(CoreMethod):
         return values
 
     def _beside(self, name: str, factor: str, basis: Tensor) -> dict[str, Tensor]:
-        """Return a layer's factors where the one opposite of ``factor``, a basis, is trained from zero."""
+        """A layer's factors with ``factor`` set to the basis and the opposite factor zero."""
         layer = self.layers[name]
         other = "U" if factor == "V" else "V"
         identity = torch.eye(layer.rank, dtype=basis.dtype, device=basis.device)

@@ -67,7 +67,7 @@ class UploadMask(OwnCodec, ABC):
     def upload_origin(
         self, base: Base, model: Mapping[str, Tensor], received: Mapping[str, Tensor]
     ) -> Mapping[str, Tensor]:
-        """Return what was received at the uploaded coordinates: the others arrive as zeros."""
+        """The received model at the uploaded coordinates, zero elsewhere."""
         began = {name: received.get(name, value) for name, value in model.items()}
         description = {name: value for name, value in received.items() if name not in model}
         masks = self._masks(description, base.parameters(began))

@@ -106,7 +106,7 @@ def check_optimizers(trainer: pl.Trainer, module: nn.Module) -> None:
 
 
 def refuse_plateaus_of_steps(schedulers: Sequence[Any]) -> None:
-    """Refuse schedulers that look at a figure of each step, where figures are those of a client."""
+    """Refuse schedulers that monitor a figure of each step: figures are logged once a client."""
     for config in schedulers:
         if config.interval == "step" and config.reduce_on_plateau:
             raise MisconfigurationException(
@@ -144,7 +144,7 @@ def check_validation_interval(trainer: Any, turns: Callable[[], int] | None, sta
 
 
 def refuse_own_reading(module: pl.LightningModule) -> None:
-    """Refuse a training step that takes the loader's iterator, of whose batches nobody knows the client."""
+    """Refuse a `training_step` that takes the loader's iterator: its batches have no known client."""
     if is_param_in_hook_signature(module.training_step, "dataloader_iter", explicit=True):
         raise MisconfigurationException(
             f"{type(module).__name__}.training_step(dataloader_iter) reads batches itself, and FederatedLoop gives each"
@@ -208,7 +208,7 @@ def check_followed(
 def check_factor_gradients(
     module: nn.Module, gradient_of: Callable[[str, Tensor], Tensor | None], among: Iterable[Tensor] | None = None
 ) -> None:
-    """Refuse a module of whose low-rank layers none has a gradient in its first step; name those that have none.
+    """Raise if no low-rank layer has a gradient in the first step; name those without one.
 
     Args:
         module: The module, after the first backward pass.
@@ -236,7 +236,7 @@ def check_factor_gradients(
 
 
 def check_memory(loop: Any, module: nn.Module) -> None:
-    """Refuse two tensors in one memory where the method or a codec may make two values of them."""
+    """Refuse tensors that share memory if the method or a codec may give them two values."""
     alike = inherits(loop.algorithm, "begin", "end", "receive", "personal_model") and loop.buffers == "average"
     if loop.algorithm.claims.handles_shared_memory or (alike and not (loop.uplink or loop.downlink)):
         return
@@ -421,7 +421,7 @@ def check_local_update(algorithm: Algorithm, trainer: pl.Trainer) -> None:
 
 
 def refuse_batch_norm(module: nn.Module, asking: str, way_out: str = "") -> None:
-    """Refuse BatchNorm layers, whose statistics mix samples; ``asking`` is what does not go with them."""
+    """Refuse BatchNorm layers, whose statistics mix samples; ``asking`` names the incompatible setting."""
     found = [name for name, layer in module.named_modules() if isinstance(layer, BATCH_NORMS)]
     if found:
         raise MisconfigurationException(
@@ -431,7 +431,7 @@ def refuse_batch_norm(module: nn.Module, asking: str, way_out: str = "") -> None
 
 
 def check_factors_move(module: nn.Module, trained: Iterable[str], asking: str) -> None:
-    """Refuse factors of which none can move: where the weight does not depend on any that is trained.
+    """Refuse layers whose weight depends on no trained factor.
 
     That is so for LoRA's ``A`` alone while ``B`` is zero. A run would then spend its budget on noise. A weight's
     dependence is its derivative by all trained factors, along a random direction.

@@ -98,7 +98,7 @@ def figures(
 
 
 class ClientEvaluation:
-    """Runs a module's own validation or test on each client's samples, with each client's own state.
+    """Runs a module's validation or test on each client's samples with the client's own model.
 
     A client's values are those that Lightning would log in an epoch over its samples. The module's hooks from
     ``on_validation_epoch_start`` to ``on_validation_epoch_end`` run for each client; those of callbacks do not. So does
@@ -153,7 +153,7 @@ class ClientEvaluation:
                 "no client has a test sample: give other labels to match, or a larger share to hold out."
             )
         self.clients = tuple(self._indices)
-        """Those that have test samples, ascending."""
+        """Ids of the clients that have test samples, ascending."""
         self.higher_is_better: dict[str, bool] = {}
         """What the metric objects that the last run logged say of themselves, by the names they were logged under."""
         self._requests: list[Request] = []
@@ -315,7 +315,7 @@ class _Step:
 
 @contextmanager
 def _worked_on_copies(module: pl.LightningModule) -> Iterator[list[Metric | MetricCollection]]:
-    """Let a module and its metrics work on copies of what they keep, and restore the originals.
+    """Run with copies of a module's buffers and metrics; restore the originals.
 
     The metric objects stay the same, because a module may refer to them in other ways than by its attributes, and
     because a metric's ``clone()`` fails where its state has a gradient.

@@ -70,7 +70,7 @@ class Logbook:
         self._checked = empty_results(trainer)
 
     def installed(self) -> AbstractContextManager[None]:
-        """Return what has the module log into the book for a while."""
+        """A context in which the module logs into the book."""
         return replaced(self._module, log=_Log(self))
 
     def begin_client(self) -> None:
@@ -299,7 +299,7 @@ class _Entry:
         return value, self._weight
 
     def of_epoch(self) -> tuple[float, bool | None]:
-        """The reduced value, and of a metric object whether higher is better."""
+        """The epoch's value, and for a metric object whether higher is better."""
         if self.metric is not None:
             return float(self.metric.compute()), self.metric.higher_is_better
         return float(self.result()[0]), None

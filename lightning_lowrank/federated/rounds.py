@@ -256,13 +256,13 @@ class Rounds(OfTheRun):
         return ends_round
 
     def _end_client(self) -> None:
-        """Hand over what the client sends that trains in the live module."""
+        """Send the message of the live module's client."""
         self._local.end()
         self._progress.client_steps += self._local.client_steps
         self._end_chunk(self._local.made)
 
     def _give_up(self, clients: Sequence[int], error: Exception) -> None:
-        """Go on without the open clients, which have failed."""
+        """Drop the open clients, which have failed."""
         self._let_go()
         self._drop(clients, error, self.execution.before)
 
@@ -316,7 +316,7 @@ class Rounds(OfTheRun):
             self._local.look = self._carried = None
 
     def _end_chunk(self, steps: int) -> None:
-        """Hand over what the open clients send, the longest of which has made so many steps."""
+        """Send the messages of the chunk's clients; the longest made ``steps`` steps."""
         self._isolation.end_client()
         failed = self.execution.close()
         self._optimizers.end_client(self._data.current_plan().chunks[self._progress.chunk].clients[0], steps)
@@ -342,7 +342,7 @@ class Rounds(OfTheRun):
             self.exchange.drop(client, before[client], error)
 
     def _said_lone(self, clients: Sequence[int]) -> bool:
-        """Say once in a fit whose last batch has one sample; return whether these clients are among them."""
+        """Warn once of clients whose last batch has one sample; return whether one of ``clients`` is among them."""
         loader, samples = self._data.training_loader, self._data.planner.samples
         assert loader is not None
         lone = [client for client in range(len(samples)) if leaves_one(int(samples[client]), loader)]
@@ -394,11 +394,11 @@ class Rounds(OfTheRun):
             rank_zero_info(f"the fit ends here: {private.exhausted}")
 
     def pause(self) -> None:
-        """Give the process's random number generators back."""
+        """Restore the process's random number generators."""
         self._data.randomness.release()
 
     def abandon(self) -> None:
-        """Leave the last global model in the module after an error, and the optimizers their own options."""
+        """After an error: restore the last global model and the optimizers' options."""
         self._optimizers.give_back()
         if self._progress.round_open and self.execution.live:
             self.execution.abandon()

@@ -16,7 +16,7 @@ from lightning_lowrank.internals.torch import schedule_length
 
 
 class ScheduleLength:
-    """Answers for the length of a fit while schedules are made, with that of the client with the most steps.
+    """Gives schedules their length: the steps in the fit of the client with the most.
 
     Step-wise schedulers make the steps of the client with the most in each round, and Lightning asks for their number
     before the first round. Its own length is the mean of that client's batches in a round, rounded up, so that it

@@ -1,4 +1,4 @@
-"""The exchange of a real site: the client is here, and the server is elsewhere."""
+"""The client's end of a real site, whose server is on another machine."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ class SiteExchange(Exchange):
 
     @abstractmethod
     def broadcasts(self, round_number: int) -> Iterable[bytes]:
-        """The encoded broadcasts that the site has not followed yet, in the order of rounds, this round's last.
+        """Encoded broadcasts that the site has not applied, in the order of rounds; this round's is the last.
 
         One that is empty stands for a round in which nothing was sent.
         """

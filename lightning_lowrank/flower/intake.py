@@ -47,7 +47,7 @@ class Expected:
 
 
 def expect(coordinator: Coordinator, packets: Mapping[int, Packet], live: Mapping[str, Tensor]) -> dict[int, Expected]:
-    """Return what clients are to send, by doing here what they do there, but for their steps.
+    """Form of the clients' messages, found by running the client's half without steps.
 
     Args:
         coordinator: The server's half of the rounds.
@@ -69,7 +69,7 @@ def expect(coordinator: Coordinator, packets: Mapping[int, Packet], live: Mappin
 
 
 def believed(claims: Sequence[int], bound: float) -> list[int]:
-    """Return the counts that are believed of those that sites claim.
+    """Numbers of samples by which sites are weighted, given those that they claim.
 
     A claim of more than ``bound`` times the upper median of all claims above 0 counts as that median. So a minority
     cannot raise its own weight beyond what is plausible, nor take others' weight away.
@@ -83,7 +83,7 @@ def believed(claims: Sequence[int], bound: float) -> list[int]:
 
 
 class Intake:
-    """Takes in what sites send in a round.
+    """Receives the sites' answers of a round.
 
     An answer is left out if it cannot be decoded into the tensors that are expected, if the method raises an error over
     it, or if it changes what it was sent implausibly much: by a norm above ``norm_bound`` times the upper median of the
@@ -108,7 +108,7 @@ class Intake:
         self._undo: Callable[[], None] = lambda: None
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what is known of earlier rounds."""
+        """Medians of earlier rounds."""
         return {"medians": dict(self._medians)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -157,7 +157,7 @@ class Intake:
         return refused
 
     def take_mean(self, clients: Sequence[int], tensors: Mapping[str, Tensor]) -> None:
-        """Let the method take in the mean of several clients' answers, as the answer of each; see `secure_mean`."""
+        """Pass the mean to the method as each client's answer; see `secure_mean`."""
         coordinator = self.coordinator
         self._undo = coordinator.checkpoint()
         on_device = move_data_to_device(dict(tensors), coordinator.server.base.device)
@@ -210,7 +210,7 @@ class Intake:
             raise
 
     def pass_over(self) -> None:
-        """End the round as if nobody had answered."""
+        """End the round without an answer."""
         if self._taken:
             self._undo()
         self.coordinator.pass_over()
@@ -252,7 +252,7 @@ class Intake:
         return None
 
     def _changes(self, tensors: Mapping[str, Tensor], expected: Expected) -> dict[str, _Change]:
-        """Return by how much an answer changes what its client was sent.
+        """An answer's change relative to the broadcast.
 
         Raises:
             DecodingError: If a norm is beyond what can be computed with.

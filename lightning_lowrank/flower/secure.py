@@ -181,7 +181,7 @@ def write_answer(message: Message, context: Context, changes: Mapping[str, Tenso
 
 
 def changes_of(received: Mapping[str, Tensor], reference: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return by how much tensors differ from those of the same names and shapes, in double precision."""
+    """The differences of tensors from others of the same names and shapes, in double precision."""
     return {
         name: value.double() - reference[name].to(value.device).double()
         if name in reference and reference[name].shape == value.shape
@@ -191,7 +191,7 @@ def changes_of(received: Mapping[str, Tensor], reference: Mapping[str, Tensor]) 
 
 
 def with_changes(changes: Mapping[str, Tensor], reference: Mapping[str, Tensor], schema: Schema) -> dict[str, Tensor]:
-    """Return the tensors of which `changes_of` gives these, in their own types; whole numbers are rounded."""
+    """Inverse of `changes_of`: tensors in their own types; integers are rounded."""
     tensors = {}
     for name, (dtype, shape) in schema.entries.items():
         known = reference.get(name)
@@ -201,7 +201,7 @@ def with_changes(changes: Mapping[str, Tensor], reference: Mapping[str, Tensor],
 
 
 def equal_tensors(one: Mapping[str, Tensor], other: Mapping[str, Tensor]) -> bool:
-    """Return whether two collections hold the same."""
+    """Whether two collections of tensors are equal."""
     return one.keys() == other.keys() and all(
         value is other[name] or torch.equal(value, other[name]) for name, value in one.items()
     )

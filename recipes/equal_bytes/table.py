@@ -41,7 +41,8 @@ from statistics import mean, stdev
 from typing import Any
 
 HERE = Path(__file__).parent
-RESULTS, PAGE, PICTURE = HERE / "RESULTS.json", HERE / "RESULTS.md", HERE / "accuracy.png"
+RESULTS, PAGE = HERE / "RESULTS.json", HERE / "RESULTS.md"
+PICTURE = HERE.parents[1] / "docs" / "images" / "equal_bytes.png"
 
 SETTINGS = {"fmnist": (), "cnn4": ("cnn4",), "iid": ("iid",), "alpha_0_1": ("alpha_0_1",)}
 """Overlays of each setting; the first one's rates are searched."""
@@ -447,7 +448,7 @@ python recipes/equal_bytes/table.py --root ../shared/data --processes 2
 
 `table.py --commands` prints the command of each run. A method's overlays are files of this folder.
 
-![Test accuracy by bytes](accuracy.png)
+![Test accuracy by bytes](../../docs/images/equal_bytes.png)
 """
 
 

@@ -40,7 +40,7 @@ from lightning_lowrank.seeding import generator
 
 _MAX_DRAWS = 1000
 _JUDGED = (3, 10, 30, 100)
-"""After how many draws it is judged whether there is any hope of one that has enough samples for each client."""
+"""Number of draws after which a division with enough samples for each client is judged possible or not."""
 _HOPELESS = 1e-9
 _GROUP_ADVICE = "groups must return one integer or string for each sample of the dataset."
 _KEY_ADVICE = "keys must be one integer or string for each sample; ByKey takes a function dataset -> keys."
@@ -224,7 +224,7 @@ class _ByGroup(Partition):
         self.needs_labels = groups is None
 
     def find_keys(self, dataset: Dataset) -> Column | None:
-        """Return the group of each sample where ``groups`` makes them; ``None`` where labels are read."""
+        """Each sample's group from ``groups``; ``None`` if labels are used."""
         return None if self.groups is None else call_on(dataset, self.groups, "groups", _GROUP_ADVICE)
 
     def _sorted(self, labels: Tensor | None, keys: Column | None) -> tuple[list[Any], Tensor, Tensor]:

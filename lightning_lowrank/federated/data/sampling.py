@@ -1,4 +1,4 @@
-"""Poisson sampling of samples, and who asks for it."""
+"""Poisson sampling, and the base of callbacks that need it."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from lightning_lowrank.seeding import generator
 
 
 class NeedsPoissonBatches:
-    """Base of callbacks that need each sample to be in a batch on its own, with one chance."""
+    """Base of callbacks that need batches by Poisson sampling: each sample is drawn independently, at one rate."""
 
     def batch_seed(self, seed: int) -> int:
         """Return the seed of the draws, given the experiment's."""
@@ -17,7 +17,7 @@ class NeedsPoissonBatches:
 
 
 def rate_of(samples: int, batch_size: int) -> float:
-    """Return the chance of each of so many samples to be in a batch of ``batch_size`` on average."""
+    """The rate at which batches of so many samples have ``batch_size`` on average."""
     return min(1.0, batch_size / samples)
 
 

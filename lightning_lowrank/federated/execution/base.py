@@ -138,7 +138,7 @@ class Execution(OfTheRun, ABC):
         return self.algorithm.loss(step, batch, own)
 
     def gradients(self, batch: Any) -> Tensor | None:
-        """Do at once what the training step, ``zero_grad()`` and ``backward()`` do, where there is a way.
+        """Make the training step, ``zero_grad()`` and ``backward()`` in one call, if the execution can.
 
         Returns:
             The loss; ``None`` where there is none. Nothing has been done then.
@@ -171,7 +171,7 @@ class Execution(OfTheRun, ABC):
         return contexts
 
     def _count_steps(self) -> None:
-        """Note of the open clients how many steps they have made, in a round that is cut short."""
+        """Record the steps of the open clients, in a round that is cut short."""
         made = self.number + 1
         self.clients = [dataclasses.replace(each, steps=min(each.steps, made)) for each in self.clients]
 
@@ -182,7 +182,7 @@ class Execution(OfTheRun, ABC):
             self.exchange.began(client)
 
     def _begin_extras(self, client: ClientContext) -> None:
-        """Do what the settings ask for beside the method."""
+        """Apply the settings that act on local steps beside the method."""
         if self.settings.buffers == "reset":
             copy_into(client.model, self.base.initial_buffers)
         elif self.settings.buffers == "local":
@@ -191,7 +191,7 @@ class Execution(OfTheRun, ABC):
             self.settings.objective.begin(client)
 
     def _end_client(self, client: ClientContext) -> Exception | None:
-        """Hand over what a client sends, or return why it sends nothing."""
+        """Send the client's message; return the error if it sends none."""
         try:
             with turn_of(client.id):
                 packet = self.exchange.pack(client, self.algorithm.end(client))

@@ -53,7 +53,7 @@ class Inputs(NamedTuple):
 
 
 class Results(NamedTuple):
-    """What a step gives, ``[clients, …]`` each: losses, gradients by name, what is logged, and buffers."""
+    """Outputs of a step, ``[clients, …]`` each: losses, gradients by name, logged values, and buffers."""
 
     losses: Tensor
     gradients: dict[str, Tensor]
@@ -88,7 +88,7 @@ class CompiledSteps(OfTheRun):
         self.sizes = stack_sizes(clients)
         self.samples = samples
         self.reason = ""
-        """Why steps are made as they are, if they are."""
+        """The reason why steps are not compiled; empty if they are."""
         self.number = 0
         """Number of the step."""
         self.settings: dict[int, dict[str, dict[str, Any]]] = {}
@@ -150,7 +150,7 @@ class CompiledSteps(OfTheRun):
         return clients not in self._steps
 
     def give_up(self, reason: str) -> None:
-        """Make all further steps as they are."""
+        """Run all further steps uncompiled."""
         self.reason = reason
         if not self._silent:
             rank_zero_warn(f"compile=True: steps are not compiled from here on: {reason}")
@@ -225,7 +225,7 @@ class _Client(nn.Module):
 
 
 def differ(found: Results, expected: Results, values: bool = True) -> str:
-    """Return in what the results of a compiled step are not those of the step, but for rounding.
+    """The first difference beyond rounding between a compiled step and the step itself.
 
     Without ``values`` only their names are compared, as where the step draws random numbers.
     """

@@ -1,4 +1,4 @@
-"""In what a step differs from the same step made in another way, but for rounding.
+"""Differences between a step and the same step made in another way, beyond rounding.
 
 The comparison of clients together with clients alone uses it, and that of compiled steps with steps as they are.
 """
@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 StepResults = dict[tuple[str, str], Tensor]
-"""What a step gives, by its kind, such as `GRADIENT`, and by name."""
+"""Outputs of a step, by kind, such as `GRADIENT`, and name."""
 
 GRADIENT = "the gradient of"
 # Of the largest number of a kind, such as gradients. Products of stacks round in another order.
@@ -27,7 +27,7 @@ _MORE_FOR_GRADIENTS = 3
 def first_difference(
     found: Mapping[tuple[str, str], Tensor], expected: Mapping[tuple[str, str], Tensor], tolerance: float, way: str
 ) -> str:
-    """Return in what results differ from those expected, an empty string where nothing does.
+    """The first difference between results and those expected; an empty string if there is none.
 
     Args:
         found: The results.

@@ -201,7 +201,7 @@ class ClientStack(OfTheRun):
         return [name for name in found if holders[name] == 1]
 
     def deferred(self) -> dict[str, Deferred]:
-        """Return by name the weights whose changes are kept apart in the next step."""
+        """Weights whose changes are deferred in the next step, by name."""
         if not self._deferrable:
             return {}
         names = {id(self.leaves[name]): name for name in self._deferrable if name in self.leaves}
@@ -213,7 +213,7 @@ class ClientStack(OfTheRun):
         return found
 
     def fold(self, first: int = 0) -> None:
-        """Give the weights of the clients from place ``first`` on their changes that are kept apart."""
+        """Add the deferred changes to the weights of the clients from place ``first`` on."""
         for optimizer in self._trainer.optimizers if self._deferrable else ():
             if isinstance(optimizer, ProjectedOptimizer):
                 optimizer.fold(first)
@@ -577,7 +577,7 @@ class _Logged:
 
 
 class _Part:
-    """Those clients of a step whose batches have one form.
+    """Clients of a step whose batches have equal shapes.
 
     Buffers and round states are copies where it stands ``apart``: autograd keeps some of them for the backward pass of
     all parts, and would take what another part writes into its own rows of a stack for a change of these.
@@ -677,7 +677,7 @@ class _Part:
         )
 
     def rows_of(self, results: Results) -> Results:
-        """Return what a compiled step gives for these clients."""
+        """The rows of a compiled step's outputs that belong to these clients."""
         count = len(self.places.numbers)
         losses, *tables = results
         return Results(losses[:count], *({name: value[:count] for name, value in table.items()} for table in tables))
@@ -696,7 +696,7 @@ class _Part:
             self._named[name].copy_(value)
 
     def results(self, losses: Tensor, logged: dict[str, Tensor]) -> Results:
-        """Return what the step as it is has given."""
+        """Outputs of the step that is not compiled."""
         buffers = {name: value for name, value in self._named.items() if name not in self._stack.leaves}
         return Results(losses, self._gradients, logged, buffers)
 
