@@ -320,7 +320,7 @@ def final_trials(table: Table, options: argparse.Namespace) -> Iterable[tuple[Tr
 
 def page(table: Table, options: argparse.Namespace) -> str:
     """The text of ``RESULTS.md``."""
-    parts = [HEAD]
+    parts = [HEAD.replace("COMMAND", _command(options))]
     for setting in options.settings:
         unit = table.unit(setting)
         if unit is None:
@@ -331,6 +331,16 @@ def page(table: Table, options: argparse.Namespace) -> str:
     parts.append(f"## Learning rates\n\n{said} A cell is empty where no round ends within the budget.\n")
     parts.append("\n".join(_searched(table, options)))
     return "\n".join(parts) + "\n"
+
+
+def _command(options: argparse.Namespace) -> str:
+    """The command line that makes the page."""
+    words = ["python recipes/equal_bytes/table.py --root ../shared/data --processes 2"]
+    for name, every in (("budgets", list(BUDGETS)), ("seeds", [0, 1, 2]), ("methods", list(METHODS))):
+        given = getattr(options, name)
+        if given != every:
+            words.append(f"--{name} " + " ".join(f'"{each}"' if " " in str(each) else str(each) for each in given))
+    return " \\\n    ".join(words)
 
 
 def _accuracies(table: Table, setting: str, options: argparse.Namespace) -> Iterable[str]:
@@ -443,7 +453,7 @@ not take part adds. Seconds are simulated, at 10 Mbit/s each way and 1e9 multipl
 measured, not reached, or no round ends within the budget.
 
 ```bash
-python recipes/equal_bytes/table.py --root ../shared/data --processes 2
+COMMAND
 ```
 
 `table.py --commands` prints the command of each run. A method's overlays are files of this folder.
