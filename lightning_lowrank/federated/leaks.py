@@ -14,6 +14,7 @@ from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import lightning.pytorch as pl
 import numpy as np
@@ -38,6 +39,8 @@ _FOREIGN = (
     *(type, types.ModuleType, enum.Enum, str, bytes, int, float, complex, type(None)),
     *(pl.Trainer, pl.Callback, pl.LightningDataModule, Logger, Dataset, DataLoader),
 )
+_IS_FOREIGN: MutableMapping[type, bool] = WeakKeyDictionary()
+"""Answers of `_is_foreign`. A class of a fit refers to its trainer, which a strong key would keep."""
 _PROGRAMS = ("argparse.", "jsonargparse.", "logging.", "lightning.pytorch.cli.")
 _TABLES = ("_modules.", "_parameters.", "_buffers.")
 _PLAIN = (int, float, str)
@@ -114,22 +117,17 @@ def reachable(
     name: str, root: Any, is_left_out: Callable[[Any], bool] = lambda item: False
 ) -> Iterator[tuple[str, Any]]:
     """`walk` within the user's module: without trainers, callbacks, loggers, data sets, and the run's own objects."""
-
-    def is_foreign(item: Any) -> bool:
-        # Any, for mypy takes type[Any] for a type without a hash.
-        kind: Any = type(item)
-        return _is_foreign(kind) or is_left_out(item)
-
-    return walk(name, root, is_foreign)
+    return walk(name, root, lambda item: _is_foreign(type(item)) or is_left_out(item))
 
 
-@functools.lru_cache(maxsize=2**12)
-def _is_foreign(kind: Any) -> bool:
-    if issubclass(kind, (*_FOREIGN, OfTheRun)):
-        return True
-    # A Namespace holds a model's settings, as argparse and jsonargparse make them.
-    modules = (f"{base.__module__}." for base in kind.__mro__)
-    return kind.__name__ != "Namespace" and any(each.startswith(_PROGRAMS) for each in modules)
+def _is_foreign(kind: type) -> bool:
+    known = _IS_FOREIGN.get(kind)
+    if known is None:
+        # A Namespace holds a model's settings, as argparse and jsonargparse make them.
+        modules = (f"{base.__module__}." for base in kind.__mro__ if kind.__name__ != "Namespace")
+        known = issubclass(kind, (*_FOREIGN, OfTheRun)) or any(each.startswith(_PROGRAMS) for each in modules)
+        _IS_FOREIGN[kind] = known
+    return known
 
 
 def plain_entries(items: Iterable[tuple[str, Any]], kinds: tuple[type, ...]) -> Iterator[tuple[str, Any]]:

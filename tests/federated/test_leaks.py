@@ -1,7 +1,9 @@
 """What a client's steps leave on the module never reaches the next client without a word."""
 
+import gc
 import re
 import warnings
+import weakref
 from collections import deque
 from copy import deepcopy
 from functools import partial
@@ -652,3 +654,26 @@ def test_complex_tensors_are_refused():
 def test_the_module_gets_its_own_methods_back():
     module = federated(partial(EverySecond))
     assert not {"training_step", "on_train_batch_start", "on_train_batch_end"} & vars(module).keys()
+
+
+@pytest.mark.parametrize("execution", ["sequential", "vectorized"])
+def test_a_fit_leaves_nothing_alive(execution):
+    def references():
+        module, data = Base(), blobs(23)
+        trainer = pl.Trainer(
+            max_epochs=1,
+            logger=False,
+            enable_checkpointing=False,
+            enable_progress_bar=False,
+            enable_model_summary=False,
+            accelerator="cpu",
+            callbacks=[FederatedLoop(FedAvg(), clients=3, execution=execution, summary=False)],
+        )
+        # Whatever refers to the trainer would keep every object of the fit.
+        module.own = type("Own", (), {"__module__": __name__, "trainer": trainer})()
+        trainer.fit(module, DataLoader(data, batch_size=5))
+        return [weakref.ref(item) for item in (trainer, module, data, *trainer.callbacks)]
+
+    alive = references()
+    gc.collect()
+    assert not [item for reference in alive if (item := reference()) is not None]
