@@ -4,6 +4,7 @@ import importlib.util
 import json
 import sys
 from concurrent.futures import Future
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -94,6 +95,26 @@ def test_the_rate_is_chosen_on_held_out_images_and_runs_are_made_once(table, run
     # A larger budget needs longer runs, and a further seed one more.
     call(table, tmp_path, "--budgets", "8", "--seeds", "0", "2", "--methods", "FedAvg")
     assert {(trial.seed, rounds) for trial, rounds in runs[count:] if not trial.searches} == {(0, 12), (2, 12)}
+
+
+def test_a_rate_at_the_end_of_the_grid_has_a_neighbour_tried(table, runs, monkeypatch, tmp_path):
+    inner = table.made
+
+    def made(trial, root, rounds):
+        levels = {0.001: 0.01, 0.003: 0.03, 0.01: 0.1, 0.03: 0.3} if trial.method == "top-k" else {3.0: 0.3, 1.0: 0.1}
+        return inner(replace(trial, rate=levels.get(trial.rate, 1.0)), root, rounds)
+
+    monkeypatch.setattr(table, "made", made)
+    call(table, tmp_path, "--budgets", "32", "--seeds", "0")
+    content = json.loads((tmp_path / "RESULTS.json").read_text())["runs"]
+    # One is best at 0.01 and has 0.003 tried, the other is best at 1 and has 3 tried.
+    rates = {
+        name: [each.split(" | ")[2] for each in content if each.startswith(f"fmnist | {name} |")] for name in SIZES
+    }
+    assert sorted(set(rates["top-k"])) == ["0.003", "0.01", "0.03", "0.1", "0.3", "1"]
+    assert sorted(set(rates["FedAvg"])) == ["0.01", "0.03", "0.1", "0.3", "1", "3"]
+    final = {name.split(" | ")[1]: name.split(" | ")[2] for name in content if "held out" not in name}
+    assert final == {"top-k": "0.01", "FedAvg": "1"}
 
 
 def test_commands(table, runs, tmp_path, capsys):

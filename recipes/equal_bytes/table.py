@@ -5,7 +5,8 @@ r"""Test accuracy at equal bytes, for every family of methods: makes the runs, t
 The unit is R, the bytes of 100 rounds of FedAvg in both directions; a budget is a share of R. For each method,
 
 1. each learning rate of one grid, the same for all methods, is tried with seed 100, a tenth of the training images held
-   out. The accuracy on these chooses the rate of each budget;
+   out. The accuracy on these chooses the rate of each budget. Where that is the grid's lowest or highest rate, the next
+   lower or higher one is tried too, until the best rate has a worse one on each side;
 2. one run is made for each chosen rate and each of ``--seeds``, on all training images. Its accuracy on the test images
    is in the table.
 
@@ -68,7 +69,9 @@ METHODS = {
     "TDPFed": ("tdpfed",),
 }
 """Overlays of each method."""
-RATES = (0.01, 0.03, 0.1, 0.3, 1.0)
+RATES = (0.0001, 0.0003, 0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0)
+FIRST_RATES = RATES[4:9]
+"""Rates that are tried with every method; the others only where the best one so far is at an end."""
 BUDGETS = (8, 32, 128)
 TARGETS = (0.75, 0.8)
 SEARCH_SEED = 100
@@ -236,15 +239,35 @@ class Table:
         return None if found is None else float(found)
 
     def searched(self, method: str, share: int) -> dict[float, float | None]:
-        """The accuracy on held-out images of each rate that was tried."""
-        first = next(iter(SETTINGS))
-        trials = {rate: Trial(first, method, rate, SEARCH_SEED, True) for rate in RATES}
-        return {rate: self.accuracy(trial, share) for rate, trial in trials.items()}
+        """The accuracy on held-out images of each rate that was tried within a budget; ``None`` if it diverged."""
+        trials = {rate: _search(method, rate) for rate in RATES if self.rounds(next(iter(SETTINGS)), method, share)}
+        runs = self.content["runs"]
+        return {
+            rate: self.accuracy(trial, share)
+            for rate, trial in trials.items()
+            if str(share) in runs.get(trial.name, {"accuracy": ()})["accuracy"]
+        }
+
+    def next_rate(self, method: str, share: int) -> float | None:
+        """The rate to try next: beside the best one, if none was tried there; ``None`` if the search is over."""
+        found, best = self.searched(method, share), self.rate(method, share)
+        if best is None:
+            # Each has diverged, or none was tried.
+            best = min(found, default=None)
+        if best is None:
+            return None
+        place = RATES.index(best)
+        beside = (RATES[each] for each in (place - 1, place + 1) if 0 <= each < len(RATES))
+        return next((rate for rate in beside if rate not in found), None)
 
     def rate(self, method: str, share: int) -> float | None:
         """The rate that the held-out images choose at a budget."""
         found = {rate: value for rate, value in self.searched(method, share).items() if value is not None}
         return max(found, key=found.__getitem__) if found else None
+
+
+def _search(method: str, rate: float) -> Trial:
+    return Trial(next(iter(SETTINGS)), method, rate, SEARCH_SEED, True)
 
 
 def _lines(entries: dict[str, Any]) -> str:
@@ -271,17 +294,14 @@ class Runs:
             for (setting, method), future in zip(lacking, found, strict=True):
                 self.table.content["bytes"][f"{setting} | {method}"] = future.result()
             self.table.save()
-            self._made(pool, self._search())
+            methods, budgets = self.options.methods, self.options.budgets
+            wanted = [_search(method, rate) for method in methods for rate in FIRST_RATES]
+            while wanted:
+                longest = [self.table.rounds(trial.setting, trial.method, min(budgets)) for trial in wanted]
+                self._made(pool, zip(wanted, longest, strict=True))
+                found = [(method, self.table.next_rate(method, share)) for method in methods for share in budgets]
+                wanted = [_search(method, rate) for method, rate in dict.fromkeys(found) if rate is not None]
             self._made(pool, self._final())
-
-    def _search(self) -> list[tuple[Trial, int]]:
-        first = next(iter(SETTINGS))
-        longest = min(self.options.budgets)
-        return [
-            (Trial(first, method, rate, SEARCH_SEED, True), self.table.rounds(first, method, longest))
-            for method in self.options.methods
-            for rate in RATES
-        ]
 
     def _final(self) -> list[tuple[Trial, int]]:
         rounds: dict[Trial, int] = {}
@@ -327,10 +347,10 @@ def page(table: Table, options: argparse.Namespace) -> str:
             continue
         parts.append(f"## {TITLES[setting]}\n\nR is {unit / 1e6:,.0f} MB.\n")
         parts.append("\n".join(_accuracies(table, setting, options)))
-    said = "Accuracy on held-out images in percent; `-` is a run that diverged."
-    parts.append(f"## Learning rates\n\n{said} A cell is empty where no round ends within the budget.\n")
+    said = "Accuracy on held-out images in percent; `-` is a run that diverged, and an empty cell was not tried."
+    parts.append(f"## Learning rates\n\n{said}\n")
     parts.append("\n".join(_searched(table, options)))
-    return "\n".join(parts) + "\n"
+    return "\n".join(parts).rstrip("\n") + "\n"
 
 
 def _command(options: argparse.Namespace) -> str:
@@ -407,15 +427,20 @@ def _first_at(table: Table, setting: str, method: str, target: float, options: a
 
 
 def _searched(table: Table, options: argparse.Namespace) -> Iterable[str]:
-    columns = [(share, rate) for share in sorted(options.budgets, reverse=True) for rate in RATES]
-    yield "| method | " + " | ".join(f"R/{share}, {rate:g}" for share, rate in columns) + " |"
-    yield "|---|" + "---:|" * len(columns)
-    for method in options.methods:
-        found = {share: table.searched(method, share) for share in options.budgets}
-        none = {share: "-" if table.rounds(next(iter(SETTINGS)), method, share) else "" for share in options.budgets}
-        values = [(share, found[share][rate]) for share, rate in columns]
-        cells = [none[share] if value is None else f"{100 * value:.1f}" for share, value in values]
-        yield f"| {method} | {' | '.join(cells)} |"
+    for share in sorted(options.budgets, reverse=True):
+        found = {method: table.searched(method, share) for method in options.methods}
+        found = {method: rates for method, rates in found.items() if rates}
+        columns = [rate for rate in RATES if any(rate in rates for rates in found.values())]
+        yield f"| R/{share} | " + " | ".join(f"{rate:g}" for rate in columns) + " |"
+        yield "|---|" + "---:|" * len(columns)
+        for method, rates in found.items():
+            values = [rates.get(rate) for rate in columns]
+            cells = [
+                f"{100 * value:.1f}" if value is not None else "-" if rate in rates else ""
+                for rate, value in zip(columns, values, strict=True)
+            ]
+            yield f"| {method} | {' | '.join(cells)} |"
+        yield ""
 
 
 def draw(table: Table, options: argparse.Namespace) -> None:
