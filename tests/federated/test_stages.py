@@ -188,7 +188,10 @@ class Clips(RoundStage):
 
     def up(self, client, message):
         began = client.round_state.pop("began")
-        tensors = {name: began[name] + (value - began[name]) / 2 for name, value in message.tensors.items()}
+        tensors = {
+            name: began[name] + (value - began[name]) / 2 if name in began else value
+            for name, value in message.tensors.items()
+        }
         return Message(tensors, message.codec)
 
 

@@ -50,6 +50,7 @@ from lightning_lowrank import (  # noqa: E402
 )
 from lightning_lowrank.aggregation import KeepsArrivals  # noqa: E402
 from tests.algorithms.methods import LOW_RANK, METHODS  # noqa: E402
+from tests.federated.test_stage_pairs import PARTITION, POSSIBLE, settings_of  # noqa: E402
 from tests.helpers import Data, Module, network, trainer, weights  # noqa: E402
 
 UNEVEN = FromIndices([list(range(5)), list(range(5, 47)), list(range(47, 69)), list(range(69, 102)), [102]])
@@ -208,6 +209,12 @@ def _fedmud(**arguments: Any) -> dict[str, Any]:
     return {"module": Module(optimizer=MOMENTUM), "algorithm": FedMUD(), "callbacks": [low_rank], **arguments}
 
 
+def _parts(names: tuple[str, ...]) -> dict[str, Any]:
+    settings = settings_of(*names) or {}
+    renamed = {"module": settings.pop("module", Module)(), "callbacks": settings.pop("before", [])}
+    return {"partition": PARTITION, **settings, **renamed}
+
+
 class Median(KeepsArrivals):
     """The coordinate-wise median of what clients send."""
 
@@ -288,6 +295,7 @@ RUNS: dict[str, Callable[[], dict[str, Any]]] = {
         "callbacks_after": [EarlyStopping("train_loss", patience=0, divergence_threshold=0.5)],
         "trainer": {"max_epochs": 9},
     },
+    **{" and ".join(names): partial(_parts, names) for names in POSSIBLE},
     **{f"method {name}": partial(_method, name, METHODS[name].forms[0]) for name in METHODS},
 }
 
