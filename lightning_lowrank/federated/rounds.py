@@ -278,10 +278,7 @@ class Rounds(OfTheRun):
 
     def _open(self, chunk: Chunk) -> Chunk:
         """Make a chunk's clients begin; return the chunk of those that did."""
-        plan = self._data.current_plan()
         self._optimizers.wind_back()
-        for client in chunk.clients:
-            self._optimizers.forget(self.exchange.states[client], plan.round)
         self._before_client = self.exchange.state_of_transfers()
         self._opened = chunk
         failed = self.execution.open(chunk)

@@ -182,10 +182,11 @@ def figures(logged: Mapping[str, float], *prefixes: str) -> dict[str, float]:
 
 @dataclass(frozen=True)
 class Result:
-    """The result of a run: weights, figures by round, and checkpoints of turns."""
+    """The result of a run: weights, figures by round, ids of clients with a state, and checkpoints of turns."""
 
     weights: dict[str, Tensor]
     logged: list[dict[str, float]]
+    keeping: list[int]
     checkpoints: list[Path]
 
     @property
@@ -204,7 +205,12 @@ def make(names: tuple[str, ...], folder: Path, resume: Path | None = None, save:
     arguments = {"limit_val_batches": 0, "num_sanity_val_steps": 0, "max_epochs": 2, **arguments}
     fitted = trainer(folder, *before, loop, rounds, *saved, **arguments)
     fit(fitted, module, data, ckpt_path=resume, weights_only=False if resume else None)
-    return Result(weights(module), rounds.rounds, sorted(folder.glob("*.ckpt")))
+    return Result(
+        weights(module),
+        rounds.rounds,
+        [client for client, _ in loop.coordinator.states.items()],
+        sorted(folder.glob("*.ckpt")),
+    )
 
 
 @functools.cache
@@ -263,10 +269,12 @@ LOSING = [(names, name) for names in POSSIBLE for name in names if PARTS[name].l
 )
 @pytest.mark.slow
 def test_whatever_loses_a_client_is_the_same(names, losing):
-    """A late answer, one with a number that is not finite, and one that a stage refuses."""
+    """A late answer, one with a number that is not finite, and one that a stage refuses: nothing is kept of them."""
     expected = run(without(names, losing, "refused"))
     assert_same(run(names).weights, expected.weights)
     assert run(names).traffic == expected.traffic
+    for execution in ({}, {"execution": "vectorized"}):
+        assert LOST not in run(names, **execution).keeping
 
 
 @pytest.mark.parametrize("names", few(POSSIBLE, 11, 11))

@@ -168,6 +168,8 @@ class Execution(OfTheRun, ABC):
             for place, (client, steps) in enumerate(zip(chunk.clients, chunk.batches, strict=True))
         ]
         self.before = {client.id: copied_state(client.state) for client in contexts}
+        for client in contexts:
+            self.optimizers.forget(client.state, client.round)
         return contexts
 
     def _count_steps(self) -> None:

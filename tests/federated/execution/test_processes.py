@@ -29,6 +29,7 @@ from lightning_lowrank.federated.data.planner import divide
 from tests.algorithms.methods import ARCHETYPES, METHODS
 from tests.federated.execution import parallel_runs
 from tests.federated.execution.parallel_runs import RUNS, UNEVEN, run
+from tests.federated.test_stage_pairs import POSSIBLE
 from tests.helpers import Module, trainer
 
 QUICK = [
@@ -383,3 +384,15 @@ def test_every_method_in_three_processes_is_that_of_one(tmp_path, methods):
     launch(tmp_path, 3, *names, timeout=1800)
     for name in names:
         assert_as_one(run(name, 1, tmp_path / "alone" / name), found(tmp_path, name, 3), tolerance=1e-5)
+
+
+@pytest.mark.nightly
+def test_every_stage_in_two_processes_is_that_of_one(tmp_path):
+    """Each part of a round alone, and each pair with a stage of one's own or a late client."""
+    own = {"norms", "held", "halved", "refused", "late"}
+    names = [
+        " and ".join(parts) for parts in POSSIBLE if "not finite" not in parts and (len(parts) == 1 or own & {*parts})
+    ]
+    launch(tmp_path, 2, *names, timeout=1200)
+    for name in names:
+        assert_as_one(run(name, 1, tmp_path / "alone" / name), found(tmp_path, name, 2))
