@@ -163,21 +163,9 @@ class FederatedLoop(FederatedSettings, Callback):
 
     def __getstate__(self) -> dict[str, Any]:
         """Return what a copy has, or a pickle: settings, ledger, what forbids a private fit, and no more of a fit."""
-        own = (
-            "_restore",
-            "_progress",
-            "_data",
-            "_rounds",
-            "_restored",
-            "_processes",
-            "_length",
-            "_device_data",
-            "_facts",
-            "_turns",
-            "_evaluation_log",
-            "_validation",
-        )
-        return {name: value for name, value in vars(self).items() if name not in own}
+        fresh = type(self).__new__(type(self))
+        fresh._forget()
+        return {name: value for name, value in vars(self).items() if name != "_restore" and name not in vars(fresh)}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Take `__getstate__`'s result."""
