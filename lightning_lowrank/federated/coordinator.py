@@ -110,8 +110,8 @@ class Coordinator(Exchange):
             stage.begin_round(server)
         for client in plan.failed:
             info = self.info(client)
-            self._note_sent(info, self.broadcasts.packet(info).nbytes)
-            self._note_absent(client)
+            self.note_sent(info, self.broadcasts.packet(info).nbytes)
+            self.note_absent(client)
         if self.broadcasts.reach_all:
             self.ledger.add_idle(idle * self.broadcasts.packet(self.any_client).nbytes)
 
@@ -126,11 +126,13 @@ class Coordinator(Exchange):
         gone = (before or {}).keys() - trained.keys()
         server.model = {name: value for name, value in server.model.items() if name not in gone}
 
-    def _note_sent(self, client: ClientInfo, nbytes: int) -> None:
+    def note_sent(self, client: ClientInfo, nbytes: int) -> None:
+        """Let the stages see that a client is sent a broadcast of so many bytes."""
         for stage in self.stages:
             stage.down(client, nbytes)
 
-    def _note_absent(self, client: int) -> None:
+    def note_absent(self, client: int) -> None:
+        """Let the stages see that a client of the cohort does not answer."""
         for stage in self.stages:
             stage.absent(client)
 
@@ -144,7 +146,7 @@ class Coordinator(Exchange):
     @override
     def send(self, client: ClientInfo) -> Message:
         packet = self.broadcasts.packet(client)
-        self._note_sent(client, packet.nbytes)
+        self.note_sent(client, packet.nbytes)
         if self.settings.uplink:
             self._received[client.id] = self.broadcasts.copies(packet.received)
         if self.broadcasts.rebases or self._sees_messages:
@@ -161,19 +163,19 @@ class Coordinator(Exchange):
         """Send clients the global model, which they are given by the caller; see `sends_global_model`."""
         nbytes = self.broadcasts.packet(clients[0]).nbytes
         for client in clients:
-            self._note_sent(client, nbytes)
+            self.note_sent(client, nbytes)
 
     # The way up
 
     @override
     def receive(self, client: ClientContext, packet: Packet) -> Exception | None:
         info = self.info(client.id)
-        refused = self._refused(info, client.steps, packet.nbytes)
+        refused = self.refused(info, client.steps, packet.nbytes)
         if refused is None:
             self.take(info, packet.received)
         return refused
 
-    def _refused(self, client: ClientInfo, steps: int, nbytes: int) -> Exception | None:
+    def refused(self, client: ClientInfo, steps: int, nbytes: int) -> Exception | None:
         """The reason of the first stage that refuses a message of so many bytes, if one does."""
         answers = (stage.answered(client, steps, nbytes) for stage in self.stages)
         return next((reason for reason in answers if reason is not None), None)
@@ -249,7 +251,7 @@ class Coordinator(Exchange):
         nbytes = self.wire.uplink.nbytes(message.tensors, own=message.codec)
         infos = [self.info(client.id) for client in clients]
         for place, client in enumerate(clients):
-            if place not in found and (reason := self._refused(infos[place], client.steps, nbytes)) is not None:
+            if place not in found and (reason := self.refused(infos[place], client.steps, nbytes)) is not None:
                 found[place] = reason
         kept = [place for place in range(len(clients)) if place not in found]
         if kept and found:
@@ -265,7 +267,7 @@ class Coordinator(Exchange):
     def drop(self, client: int, state: State, error: Exception) -> None:
         super().drop(client, state, error)
         self.broadcasts.forget(client)
-        self._note_absent(client)
+        self.note_absent(client)
         if self.has_all_answers:
             self.answers.check_rest()
 

@@ -139,7 +139,11 @@ class Intake:
         for client in sorted(replies):
             try:
                 data[client] = self._payload(replies[client])
-                self.coordinator.ledger.add_up(len(data[client]))
+                info = self.coordinator.info(client)
+                refusal = self.coordinator.refused(info, steps[client], len(data[client]))
+                if refusal is not None:
+                    refused[client] = printable(f"a stage refuses it: {refusal}")
+                    continue
                 # Tensors are decoded again to be folded: at most one site's are in memory.
                 tensors = self._decode(data[client], expected[client])
                 self._changed[client] = self._changes(tensors, expected[client])

@@ -376,6 +376,8 @@ class RemoteRounds(Callback):
             [self._pruned, *(each for each in self._broadcasts if each <= plan.round - self.keep_broadcasts)]
         )
         self.coordinator.answers.failed = outcome.failures
+        for client in outcome.failures:
+            self.coordinator.note_absent(client)
         if len(outcome.arrivals) < self.min_sites:
             self._intake.pass_over()
             outcome.arrivals = []
@@ -514,7 +516,7 @@ class RemoteRounds(Callback):
                 secure[node] = SecureRequest(self._told(fields), payloads, weight)
             else:
                 requests[node] = TRAIN, self._pack(fields, payloads)
-            self.ledger.add_down(len(data))
+            coordinator.note_sent(coordinator.info(client), len(data))
             self.ledger.add_idle(sum(map(len, missed.values())))
         for client, node in self.members.connected.items():
             missed = self._missed(client, before=plan.round + 1)
@@ -602,12 +604,21 @@ class RemoteRounds(Callback):
         # Masked numbers are no arrays of Flower's.
         exchange = functools.partial(self._transport.exchange, most=0)
         answer = secure_mean(requests, schema, self.min_sites, self.secure_range, coordinator.server.round, exchange)
-        for node in clients:
-            self.ledger.add_up(answer.nbytes.get(node, 0))
         failed = {clients[node]: silence for node, silence in answer.failures.items()}
         for client in failed.keys() - self._have_lost(failed.keys(), outcome):
             self._note(client, failed[client], outcome)
         arrived = sorted(clients[node] for node in answer.nodes)
+        for node, client in sorted(clients.items(), key=lambda each: each[1]):
+            nbytes = answer.nbytes.get(node, 0)
+            if client not in arrived:
+                self.ledger.add_up(nbytes)
+                continue
+            reason = coordinator.refused(coordinator.info(client), self.members.batches[client], nbytes)
+            if reason is not None:
+                raise MisconfigurationException(
+                    f"stages={self.loop.stages!r}: one refuses what the site of client {client} sent ({reason}), of"
+                    " which secure-aggregation has the sum alone: leave it out."
+                )
         for client in arrived:
             self.members.heard[client] = coordinator.server.round
             self._untold.discard(client)

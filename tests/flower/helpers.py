@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +13,7 @@ import torch
 import yaml
 from torch import nn
 
+from lightning_lowrank.federated import Arrival, ClientInfo, RoundStage, Server
 from lightning_lowrank.flower.approval import Approvals
 from lightning_lowrank.flower.client import client_app
 from lightning_lowrank.flower.recipe import build
@@ -65,6 +66,37 @@ class Normalised(nn.Sequential):
     def __init__(self) -> None:
         norm = nn.BatchNorm1d(16)
         super().__init__(nn.Flatten(), nn.Linear(64, 16), norm, nn.ReLU(), nn.Dropout(0.2), nn.Linear(16, 10))
+
+
+class Counting(RoundStage):
+    """Logs what the server sends and receives, and refuses client 2."""
+
+    def begin_round(self, server: Server) -> None:
+        self.counts = dict.fromkeys(("sent", "received", "steps", "passed", "absent"), 0.0)
+
+    def down(self, client: ClientInfo, nbytes: int) -> None:
+        self.counts["sent"] += nbytes
+
+    def answered(self, client: ClientInfo, steps: int, nbytes: int) -> Exception | None:
+        self.counts["received"] += nbytes
+        self.counts["steps"] += steps
+        return ValueError("not today") if client.id == 2 else None
+
+    def absent(self, client: int) -> None:
+        self.counts["absent"] += 1
+
+    def arrived(self, arrival: Arrival) -> Arrival:
+        self.counts["passed"] += 1
+        return arrival
+
+    def figures(self) -> dict[str, float]:
+        return dict(self.counts)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"counts": dict(self.counts)}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self.counts = dict(state["counts"])
 
 
 def method(name: str, **arguments: Any) -> dict[str, Any]:

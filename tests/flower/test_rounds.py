@@ -40,6 +40,24 @@ def test_is_the_simulation(tmp_path, monkeypatch, changes):
     assert_equal_runs(simulate(recipe), served)
 
 
+@pytest.mark.slow
+def test_stages_see_what_they_see_in_the_simulation(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    changes = {
+        "stages": [method("tests.flower.helpers.Counting")],
+        "uplink": [method("Half")],
+        "clients_per_round": None,
+    }
+    recipe = write_recipe(tmp_path, {"federated": changes, "trainer": {"max_epochs": 3}})
+    simulated, (served, _) = simulate(recipe), run_on_sites(recipe, tmp_path)
+    for name, value in simulated.lightning_module.state_dict().items():
+        torch.testing.assert_close(served.lightning_module.state_dict()[name], value, rtol=1e-6, atol=1e-7)
+    # The server counts the steps of the sites alone whose messages it takes in.
+    for name in simulated.callback_metrics.keys() - {"train_loss", "train_acc", "federated/client_steps"}:
+        assert float(served.callback_metrics[name]) == pytest.approx(float(simulated.callback_metrics[name])), name
+    assert (served.callback_metrics["passed"], served.callback_metrics["absent"]) == (2, 1)
+
+
 @pytest.mark.nightly
 def test_each_message_may_find_a_new_process(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)

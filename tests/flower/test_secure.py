@@ -64,6 +64,7 @@ def test_a_secure_sum_is_the_mean_in_clear(tmp_path, monkeypatch, name):
         ({"algorithm": method("FedLoRA", operator="FedEx")}, {}, r"FedLoRA\(FedEx.* needs what each site sent"),
         ({"uplink": [method("Half")]}, {}, r"uplink=\[Half\(dtype=torch\.float16\)\]"),
         ({}, {"min_sites": 1}, "sites=1"),
+        ({"stages": [method("tests.flower.helpers.Counting")]}, {}, r"stages=\[Counting\(\)\].*client 2.*not today"),
     ],
 )
 def test_what_needs_single_answers_is_refused(tmp_path, monkeypatch, changes, settings, told):
