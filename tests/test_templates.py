@@ -13,7 +13,7 @@ from tests.helpers import Data, Module, fit, trainer, warmed_up
 FOLDER = Path(__file__).parents[1] / "docs" / "templates"
 CHECKS = {
     "aggregator": lambda module: testing.check_aggregator(module.MeanAroundMedian(), byzantine=3),
-    "method": lambda module: testing.check_algorithm(module.FedCM, testing.Claims(plain=None, same_bytes=False)),
+    "method": lambda module: testing.check_algorithm(module.FedCM, testing.Expected(plain=None, same_bytes=False)),
     "codec": lambda module: testing.check_codec(module.Linear8()),
     "factorization": lambda module: testing.check_factorization(module.Diagonal()),
     "stage": lambda module: testing.check_stage(module.UpdateNorms),

@@ -4,7 +4,7 @@ Each check raises `AssertionError`.
 """
 
 from lightning_lowrank.testing.aggregator import check_aggregator
-from lightning_lowrank.testing.algorithm import PARTS, Claims, check_algorithm
+from lightning_lowrank.testing.algorithm import PARTS, Expected, check_algorithm
 from lightning_lowrank.testing.codec import check_codec
 from lightning_lowrank.testing.experiment import small_module
 from lightning_lowrank.testing.factorization import check_factorization
@@ -14,7 +14,7 @@ from lightning_lowrank.testing.stage import check_stage
 
 __all__ = [
     "PARTS",
-    "Claims",
+    "Expected",
     "check_aggregator",
     "check_algorithm",
     "check_codec",

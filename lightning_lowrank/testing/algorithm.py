@@ -27,7 +27,7 @@ from lightning_lowrank.testing.experiment import Experiment, Norm, Outcome, blob
 from lightning_lowrank.testing.require import require
 from lightning_lowrank.testing.sites import Tape, replay_client, replay_server
 
-__all__ = ["PARTS", "Claims", "check_algorithm"]
+__all__ = ["PARTS", "Expected", "check_algorithm"]
 
 # In the recorded run client 0 sits a round out, client 3 comes late, and all are there in the end.
 _ROUNDS = [[0, 1, 2], [1, 2, 3], [0, 1, 2, 3]]
@@ -37,8 +37,8 @@ _SAVED_VECTORIZED = (6,)
 
 
 @dataclass(frozen=True)
-class Claims:
-    """What a method promises, beside what every method must do. By default all that federated averaging does.
+class Expected:
+    """What is expected of a method beside the contract. By default all that federated averaging does.
 
     Args:
         plain: Tolerance within which a round of one client that has all samples is an epoch of plain training.
@@ -65,39 +65,39 @@ class Claims:
 
 def check_algorithm(
     make: Callable[[], Algorithm],
-    claims: Claims | None = None,
+    expected: Expected | None = None,
     *,
     module: Callable[[Norm], pl.LightningModule] = small_module,
     lowrank: Callable[[], LowRank] | None = None,
     settings: Mapping[str, Any] | None = None,
     parts: Sequence[str] | None = None,
 ) -> None:
-    """Raise an `AssertionError` if a method breaks the contract of `Algorithm`, or does not keep what it claims.
+    """Raise an `AssertionError` if a method breaks the contract of `Algorithm`, or is not as expected.
 
     The method is tried in small runs on four clients, of which one has a single sample. The contract's parts:
 
     - ``"learns"``: the global model learns, or clients' own models do.
-    - ``"plain"``: with one client that has all samples, a round is an epoch of plain training, if the method claims so.
+    - ``"plain"``: with one client that has all samples, a round is an epoch of plain training, if that is expected.
       Where it does not, the two must differ.
-    - ``"identical"``: two clients with the same samples end where one does, if the method claims so.
+    - ``"identical"``: two clients with the same samples end where one does, if that is expected.
     - ``"seed"``: the seed decides all draws. The process's own generators and the order in which clients are named
       change nothing, and another seed gives other weights.
     - ``"sites"``: each client sends the same bytes when it runs on its own, with nothing but the encoded messages that
       it was sent, a copy of the module and another object of the method in each round. So does the server, with nothing
       but the clients' encoded messages. Both decode what the simulation gave them.
     - ``"bytes"``: the ledger has the lengths of the encodings, `inspect_run` knows them before the run, and they are
-      those of federated averaging, if the method claims so.
+      those of federated averaging, if that is expected.
     - ``"resume"``: a run that is resumed inside a round or between two clients, with another object of the method, ends
       with the same weights and ledger, bit for bit, in both executions. So nothing in the method's attributes must
       survive a checkpoint.
     - ``"vectorized"``: clients that step together end where single ones do, to rounding in float64, or are refused.
     - ``"precision"``: it runs with bfloat16 and batch normalization, and the global model has the clients' statistics,
-      if the method claims so.
+      if that is expected.
     - ``"dropout"``: rounds in which clients fail are aggregated.
 
     Args:
         make: Makes the method: a class, or a function without arguments. Called for each run.
-        claims: What the method promises. Default: all that federated averaging does.
+        expected: What is expected of the method beside that. Default: all that federated averaging does.
         module: Makes the module, given the layer of normalization to use: ``nn.BatchNorm1d`` in the part
             ``"precision"``, elsewhere one without statistics. It classifies batches of inputs ``[batch, 6]`` and
             labels below 4; its ``forward`` returns the logits, its ``validation_step`` logs ``"val_acc"`` and
@@ -121,7 +121,7 @@ def check_algorithm(
         raise ValueError(f"parts must be of {', '.join(PARTS)}, got {unknown}")
     experiment = Experiment(make, module, lowrank, settings or {})
     with quiet(), tempfile.TemporaryDirectory(prefix="check_algorithm_") as folder:
-        check = _Check(experiment, Claims() if claims is None else claims, Path(folder))
+        check = _Check(experiment, Expected() if expected is None else expected, Path(folder))
         for part in chosen:
             try:
                 _PARTS[part](check)
@@ -145,9 +145,9 @@ class _SaveAt(Checkpoint):
 class _Check:
     """The parts of the contract, with the runs that several of them look at."""
 
-    def __init__(self, experiment: Experiment, claims: Claims, folder: Path) -> None:
+    def __init__(self, experiment: Experiment, expected: Expected, folder: Path) -> None:
         self.experiment = experiment
-        self.claims = claims
+        self.expected = expected
         self.folder = folder
         self.data = blobs(28, dtype=torch.float64)
 
@@ -174,7 +174,7 @@ class _Check:
 
     def learns(self) -> None:
         parts = [range(5), range(5, 47), range(47, 69), range(69, 102), [102]]
-        settings = {"local_epochs": 2, **self.claims.learning}
+        settings = {"local_epochs": 2, **self.expected.learning}
         rounds = settings.pop("rounds", 8)
         loop = self.experiment.loop(settings.pop("parts", parts), **settings)
         outcome = self.experiment.run(
@@ -185,14 +185,14 @@ class _Check:
             limit_val_batches=1.0,
             check_val_every_n_epoch=rounds,
         )
-        if self.claims.trains_global:
+        if self.expected.trains_global:
             accuracy = float(outcome.trainer.callback_metrics["val_acc"])
         else:
             accuracy = _own_accuracy(outcome, 1, [tensor[list(parts[1])] for tensor in blobs(103).tensors])
         require(
-            accuracy > self.claims.accuracy,
-            f"after {rounds} rounds the accuracy is {accuracy:.2f}, and {self.claims.accuracy} is claimed (chance is"
-            " 0.25); Claims(learning=...) has the number of rounds",
+            accuracy > self.expected.accuracy,
+            f"after {rounds} rounds the accuracy is {accuracy:.2f}, and {self.expected.accuracy} is expected (chance is"
+            " 0.25); Expected(learning=...) has the number of rounds",
         )
 
     def plain(self) -> None:
@@ -201,17 +201,17 @@ class _Check:
         inputs = blobs(28).tensors[0]
         outputs, expected = (outcome.module(inputs) for outcome in (federated, alone))
         difference = float((outputs - expected).abs().max())
-        if self.claims.plain is None:
-            require(difference > 1e-5, "one client is plain training, and the method does not claim so: set plain=1e-5")
+        if self.expected.plain is None:
+            require(difference > 1e-5, "one client is plain training, and that is not expected: set plain=1e-5")
         else:
             require(
-                torch.allclose(outputs, expected, rtol=1e-4, atol=self.claims.plain),
+                torch.allclose(outputs, expected, rtol=1e-4, atol=self.expected.plain),
                 f"after a round of one client the module's outputs differ by {difference:.2g} from those of plain"
-                " training; Claims(plain=None) if that is meant",
+                " training; Expected(plain=None) if that is meant",
             )
 
     def identical(self) -> None:
-        if self.claims.identical is None:
+        if self.expected.identical is None:
             return
         inputs, targets = blobs(16).tensors
         twice = TensorDataset(inputs.repeat(2, 1), targets.repeat(2))
@@ -220,9 +220,9 @@ class _Check:
         one = run(self.experiment.loop([range(16)])).weights
         for name, value in one.items():
             require(
-                torch.allclose(value, both[name], rtol=1e-4, atol=self.claims.identical),
+                torch.allclose(value, both[name], rtol=1e-4, atol=self.expected.identical),
                 f"with two clients of the same samples {name} ends where it does not with one of them;"
-                " Claims(identical=None) if that is meant",
+                " Expected(identical=None) if that is meant",
             )
 
     def seed(self) -> None:
@@ -233,7 +233,7 @@ class _Check:
         _require_same(
             second, first, "a run of the same seed, with other states of the global generators, ends with other"
         )
-        if self.claims.trains_global:
+        if self.expected.trains_global:
             other = self.run(seed=5).weights
             require(
                 any(not torch.equal(value, other[name]) for name, value in first.weights.items()),
@@ -265,19 +265,19 @@ class _Check:
                 known == crossed,
                 f"inspect_run tells {known} bytes {direction} for client 0's first round, which had {crossed}",
             )
-        if self.claims.same_bytes:
+        if self.expected.same_bytes:
             model = Dense().nbytes(trained_tensors(outcome.module))
             other = {len(transfer.data) for transfer in (*tape.down.values(), *tape.up.values())} - {model}
             require(
                 not other,
                 f"messages have {sorted(other)} bytes, where federated averaging's have {model};"
-                " Claims(same_bytes=False) if that is meant",
+                " Expected(same_bytes=False) if that is meant",
             )
 
     def resume(self) -> None:
         outcome, _, files = self.recorded
         self._resumes(outcome, files, "sequential")
-        if self.claims.vectorizes:
+        if self.expected.vectorizes:
             self._resumes(*self.vectorized, "vectorized")
 
     def _resumes(self, whole: Outcome, files: Mapping[int, Path], execution: str) -> None:
@@ -287,12 +287,12 @@ class _Check:
             _require_same(again, whole, f"{when}, it ends with other")
 
     def steps_together(self) -> None:
-        if not self.claims.vectorizes:
+        if not self.expected.vectorizes:
             try:
                 self.run(execution="vectorized")
             except MisconfigurationException:
                 return
-            raise AssertionError("execution='vectorized' is not refused; Claims(vectorizes=True) if it works")
+            raise AssertionError("execution='vectorized' is not refused; Expected(vectorizes=True) if it works")
         one, together = self.recorded[0], self.vectorized[0]
         weights = together.weights
         for name, value in one.weights.items():
@@ -313,14 +313,14 @@ class _Check:
             limit_val_batches=1.0,
         )
         _require_finite_loss(outcome, "with bfloat16 and batch normalization")
-        claimed = self.claims.averages_buffers
-        expected = self.claims.trains_global if claimed is None else claimed
+        averages = self.expected.averages_buffers
+        averages = self.expected.trains_global if averages is None else averages
         for norm in (layer for layer in outcome.module.modules() if isinstance(layer, nn.BatchNorm1d)):
             moved = bool(norm.num_batches_tracked)
             require(
-                moved is expected,
+                moved is averages,
                 f"the global model has {'the' if moved else 'none of the'} clients' statistics;"
-                f" Claims(averages_buffers={moved}) if that is meant",
+                f" Expected(averages_buffers={moved}) if that is meant",
             )
 
     def dropout(self) -> None:

@@ -28,7 +28,7 @@ from lightning_lowrank import (
     algorithms,
 )
 from lightning_lowrank.federated import Algorithm
-from lightning_lowrank.testing import Claims
+from lightning_lowrank.testing import Expected
 from tests.helpers import network
 
 LOW_RANK: dict[str, Callable[[], LowRank] | None] = {
@@ -52,11 +52,11 @@ GROUPS = partial(nn.GroupNorm, 4)
 
 @dataclass(frozen=True)
 class Method:
-    """A method, how it is used, and what it claims.
+    """A method, how it is used, and what is expected of it.
 
     Args:
         make: Makes the algorithm.
-        claims: What it promises.
+        expected: What is expected of it.
         forms: The forms of layers it works with; the others it must refuse.
         refusal: What it says of the others, a regular expression.
         optimizer: Makes the module's optimizer.
@@ -67,7 +67,7 @@ class Method:
     """
 
     make: Callable[[], Algorithm]
-    claims: Claims = field(default_factory=Claims)
+    expected: Expected = field(default_factory=Expected)
     forms: tuple[str, ...] = FORMS
     refusal: str = ""
     optimizer: Callable[[Any], torch.optim.Optimizer] = PLAIN
@@ -77,16 +77,16 @@ class Method:
 
 
 # Its clients send less than their models, or something else.
-COMPRESSED = Claims(plain=None, identical=None, same_bytes=False)
+COMPRESSED = Expected(plain=None, identical=None, same_bytes=False)
 # Its server steps by about lr, whatever the mean change.
-ADAPTIVE = Claims(plain=None, learning={"rounds": 16})
+ADAPTIVE = Expected(plain=None, learning={"rounds": 16})
 # Its clients send half of the coordinates.
-HALVES = Claims(plain=None, same_bytes=False)
+HALVES = Expected(plain=None, same_bytes=False)
 # Its factors begin at zero beside weights that nobody trained.
 SLOWLY = {"rounds": 5, "local_epochs": 4, "execution": "vectorized"}
 
 # Its clients train cores between factors that the method draws or finds.
-CORES = Claims(plain=None, same_bytes=False, learning=SLOWLY)
+CORES = Expected(plain=None, same_bytes=False, learning=SLOWLY)
 
 TDPFED = Method(
     partial(
@@ -98,7 +98,7 @@ TDPFED = Method(
         factor_learning_rate=2e-3,
     ),
     # Its global model is made of factors.
-    Claims(plain=None, same_bytes=False, learning={"rounds": 5, "execution": "vectorized"}),
+    Expected(plain=None, same_bytes=False, learning={"rounds": 5, "execution": "vectorized"}),
     forms=("dense",),
     refusal="LowRank from `callbacks`",
 )
@@ -110,24 +110,24 @@ METHODS: dict[str, Method] = {
     "FedAvg": Method(algorithms.FedAvg),
     "FedAvgM": Method(partial(algorithms.FedAvgM, momentum=0.5)),
     "FedBAT": Method(partial(algorithms.FedBAT, magnitudes=(5e-4, 1.0)), COMPRESSED),
-    "FedBN": Method(algorithms.FedBN, Claims(same_bytes=False, trains_global=False)),
+    "FedBN": Method(algorithms.FedBN, Expected(same_bytes=False, trains_global=False)),
     # It is held near to the model that it was sent, and the server's own step follows.
-    "FedDyn": Method(algorithms.FedDyn, Claims(plain=None)),
+    "FedDyn": Method(algorithms.FedDyn, Expected(plain=None)),
     "FedHM": Method(
         partial(algorithms.FedHM, levels=(1.0, 0.25, 0.125)),
         # A client of level 1 trains the weights alone, and clients have different levels.
-        Claims(plain=None, identical=None, same_bytes=False, accuracy=0.4, learning={**SLOWLY, "rounds": 8}),
+        Expected(plain=None, identical=None, same_bytes=False, accuracy=0.4, learning={**SLOWLY, "rounds": 8}),
         forms=("trained base",),
         refusal="train_base=True",
     ),
-    "FedMUD": Method(algorithms.FedMUD, Claims(same_bytes=False), forms=UPDATES, refusal="role 'update'"),
+    "FedMUD": Method(algorithms.FedMUD, Expected(same_bytes=False), forms=UPDATES, refusal="role 'update'"),
     # The module's network is its submodule "net".
-    "FedNTD": Method(partial(algorithms.FedNTD, "net"), Claims(plain=None)),
-    "FedNova": Method(algorithms.FedNova, Claims(same_bytes=False), optimizer=MOMENTUM),
+    "FedNTD": Method(partial(algorithms.FedNTD, "net"), Expected(plain=None)),
+    "FedNova": Method(algorithms.FedNova, Expected(same_bytes=False), optimizer=MOMENTUM),
     # A bias stays with the client.
-    "FedPer": Method(partial(algorithms.FedPer, ["net.0.bias"]), Claims(plain=None, same_bytes=False)),
+    "FedPer": Method(partial(algorithms.FedPer, ["net.0.bias"]), Expected(plain=None, same_bytes=False)),
     # It is held near to the model that it was sent.
-    "FedProx": Method(partial(algorithms.FedProx, mu=0.1), Claims(plain=None)),
+    "FedProx": Method(partial(algorithms.FedProx, mu=0.1), Expected(plain=None)),
     # Two of its rounds find the factors beside the cores.
     "FedSB": Method(
         partial(algorithms.FedSB, 2),
@@ -139,23 +139,23 @@ METHODS: dict[str, Method] = {
     "FedSLoP": Method(
         algorithms.FedSLoP,
         # Its subspaces are of the server's seed.
-        Claims(plain=None, same_bytes=False),
+        Expected(plain=None, same_bytes=False),
         optimizer=partial(ProjectedSGD, lr=0.1, momentum=0.5, rank=1, refresh_interval=None),
     ),
     "FedYogi": Method(algorithms.FedYogi, ADAPTIVE),
     # In the first round it sends all.
-    "GradientMask": Method(partial(algorithms.GradientMask, 0.5), Claims(same_bytes=False)),
+    "GradientMask": Method(partial(algorithms.GradientMask, 0.5), Expected(same_bytes=False)),
     "HeteroFL": Method(
         partial(algorithms.HeteroFL, rates=(1.0, 0.5)),
         # Clients have different widths.
-        Claims(identical=None, same_bytes=False),
+        Expected(identical=None, same_bytes=False),
         forms=("dense",),
         refusal="HeteroFL cannot slice",
         norm=None,
     ),
     "HeteroFL-holders": Method(
         partial(algorithms.HeteroFL, rates=(1.0, 0.5), last_layer="holders"),
-        Claims(identical=None, same_bytes=False),
+        Expected(identical=None, same_bytes=False),
         forms=("dense",),
         refusal="HeteroFL cannot slice",
         norm=None,
@@ -163,14 +163,14 @@ METHODS: dict[str, Method] = {
     "LocalTraining": Method(
         algorithms.LocalTraining,
         # The global model stays as it began.
-        Claims(plain=None, same_bytes=False, trains_global=False),
+        Expected(plain=None, same_bytes=False, trains_global=False),
     ),
     # In the first round its two contrasts are one.
     "MOON": Method(partial(algorithms.MOON, "net")),
     "PFedMe": Method(
         partial(algorithms.PFedMe, regularization=5.0, personal_steps=3, learning_rate=0.1),
         # Its global model follows the personal ones.
-        Claims(plain=None, learning={"execution": "vectorized"}),
+        Expected(plain=None, learning={"execution": "vectorized"}),
     ),
     "RandomCoordinates": Method(partial(algorithms.RandomCoordinates, 0.7, 0.7), COMPRESSED),
     "RandomMask": Method(partial(algorithms.RandomMask, 0.5), HALVES),
@@ -180,13 +180,13 @@ METHODS: dict[str, Method] = {
     "SCAFFOLD": Method(
         algorithms.SCAFFOLD,
         # On factors, its corrections diverge where one client makes one step and another twenty.
-        Claims(same_bytes=False, learning={"parts": [range(first, 103, 5) for first in range(5)]}),
+        Expected(same_bytes=False, learning={"parts": [range(first, 103, 5) for first in range(5)]}),
     ),
     "SlidingWindowMask": Method(partial(algorithms.SlidingWindowMask, 0.5), HALVES),
     "SplitMix": Method(
         partial(algorithms.SplitMix, budgets=(3, 1)),
         # It trains each network of an ensemble on its own, and clients have different numbers of them.
-        Claims(plain=None, identical=None, same_bytes=False),
+        Expected(plain=None, identical=None, same_bytes=False),
         network=lambda **settings: Ensemble(partial(network, **settings), bases=3),
     ),
     # Its clients keep Adam's moments, and how many steps they took.
@@ -195,12 +195,12 @@ METHODS: dict[str, Method] = {
 }
 
 
-def fedlora(operator: Callable[[], Any], claims: Claims, **differences: Any) -> Method:
+def fedlora(operator: Callable[[], Any], expected: Expected, **differences: Any) -> Method:
     """Return the entry of `FedLoRA` with an operator."""
     return Method(
         **{
             "make": lambda: algorithms.FedLoRA(operator()),
-            "claims": claims,
+            "expected": expected,
             "forms": ("lora", "update"),
             "refusal": "LoRA",
             "optimizer": partial(torch.optim.SGD, lr=0.3),
@@ -216,54 +216,54 @@ def ranks(operator: Callable[[], Any]) -> Callable[[], Algorithm]:
 
 FROM_ZERO = {"forms": ("lora",), "refusal": "LoRA|nothing would change"}
 METHODS |= {
-    "FedLoRA-ProductSum": fedlora(lightning_lowrank.ProductSum, Claims(learning=SLOWLY)),
+    "FedLoRA-ProductSum": fedlora(lightning_lowrank.ProductSum, Expected(learning=SLOWLY)),
     "FedLoRA-RBLA": fedlora(
         lightning_lowrank.RBLA,
-        Claims(identical=None, same_bytes=False, learning={**SLOWLY, "rounds": 10}),
+        Expected(identical=None, same_bytes=False, learning={**SLOWLY, "rounds": 10}),
         make=ranks(lightning_lowrank.RBLA),
         optimizer=PLAIN,
     ),
-    "FedLoRA-ZeroPadding": fedlora(lightning_lowrank.ZeroPadding, Claims(learning=SLOWLY)),
+    "FedLoRA-ZeroPadding": fedlora(lightning_lowrank.ZeroPadding, Expected(learning=SLOWLY)),
     "FedLoRA-SumProduct": fedlora(
         lightning_lowrank.SumProduct,
-        Claims(identical=None, same_bytes=False, learning={**SLOWLY, "rounds": 10}),
+        Expected(identical=None, same_bytes=False, learning={**SLOWLY, "rounds": 10}),
         make=ranks(lightning_lowrank.SumProduct),
         optimizer=PLAIN,
     ),
     "FedLoRA-RaFLoRA": fedlora(
         lightning_lowrank.RaFLoRA,
-        Claims(identical=None, same_bytes=False, learning={**SLOWLY, "rounds": 10}),
+        Expected(identical=None, same_bytes=False, learning={**SLOWLY, "rounds": 10}),
         make=ranks(lightning_lowrank.RaFLoRA),
         optimizer=PLAIN,
     ),
     # Rounds begin with factors drawn by the server's seed.
-    "FedLoRA-FLoRA": fedlora(lightning_lowrank.FLoRA, Claims(plain=None, same_bytes=False, learning=SLOWLY)),
-    "FedLoRA-FLoRIST": fedlora(lightning_lowrank.FLoRIST, Claims(plain=None, same_bytes=False, learning=SLOWLY)),
+    "FedLoRA-FLoRA": fedlora(lightning_lowrank.FLoRA, Expected(plain=None, same_bytes=False, learning=SLOWLY)),
+    "FedLoRA-FLoRIST": fedlora(lightning_lowrank.FLoRIST, Expected(plain=None, same_bytes=False, learning=SLOWLY)),
     # A is not trained, or not in the first round.
-    "FedLoRA-FFA": fedlora(lightning_lowrank.FFA, Claims(plain=None, same_bytes=False, learning=SLOWLY), **FROM_ZERO),
+    "FedLoRA-FFA": fedlora(lightning_lowrank.FFA, Expected(plain=None, same_bytes=False, learning=SLOWLY), **FROM_ZERO),
     "FedLoRA-FedSVD": fedlora(
-        lightning_lowrank.FedSVD, Claims(plain=None, same_bytes=False, learning=SLOWLY), **FROM_ZERO
+        lightning_lowrank.FedSVD, Expected(plain=None, same_bytes=False, learning=SLOWLY), **FROM_ZERO
     ),
     "FedLoRA-RoLoRA": fedlora(
-        lightning_lowrank.RoLoRA, Claims(plain=None, same_bytes=False, learning=SLOWLY), **FROM_ZERO
+        lightning_lowrank.RoLoRA, Expected(plain=None, same_bytes=False, learning=SLOWLY), **FROM_ZERO
     ),
     "FedLoRA-LoRAA2": fedlora(
-        lightning_lowrank.LoRAA2, Claims(plain=None, same_bytes=False, learning=SLOWLY), **FROM_ZERO
+        lightning_lowrank.LoRAA2, Expected(plain=None, same_bytes=False, learning=SLOWLY), **FROM_ZERO
     ),
     # B stays with the client.
     "FedLoRA-FedSA": fedlora(
         lightning_lowrank.FedSA,
-        Claims(plain=None, same_bytes=False, trains_global=False, averages_buffers=True, learning=SLOWLY),
+        Expected(plain=None, same_bytes=False, trains_global=False, averages_buffers=True, learning=SLOWLY),
     ),
-    "FedLoRA-FedEx": fedlora(lightning_lowrank.FedEx, Claims(same_bytes=False, learning=SLOWLY)),
+    "FedLoRA-FedEx": fedlora(lightning_lowrank.FedEx, Expected(same_bytes=False, learning=SLOWLY)),
     # Of one client or several equal ones, too, it amplifies single numbers.
     "FedLoRA-FedRPCA": fedlora(
-        partial(lightning_lowrank.FedRPCA, iterations=60), Claims(plain=None, identical=None, learning=SLOWLY)
+        partial(lightning_lowrank.FedRPCA, iterations=60), Expected(plain=None, identical=None, learning=SLOWLY)
     ),
-    "FedLoRA-LoRAFair": fedlora(lightning_lowrank.LoRAFair, Claims(same_bytes=False, learning=SLOWLY)),
+    "FedLoRA-LoRAFair": fedlora(lightning_lowrank.LoRAFair, Expected(same_bytes=False, learning=SLOWLY)),
     # One factor is drawn.
-    "FedLoRA-CoLR": fedlora(lightning_lowrank.CoLR, Claims(plain=None, same_bytes=False, learning=SLOWLY)),
-    "FedLoRA-FedInc": fedlora(lightning_lowrank.FedInc, Claims(same_bytes=False, learning=SLOWLY)),
+    "FedLoRA-CoLR": fedlora(lightning_lowrank.CoLR, Expected(plain=None, same_bytes=False, learning=SLOWLY)),
+    "FedLoRA-FedInc": fedlora(lightning_lowrank.FedInc, Expected(same_bytes=False, learning=SLOWLY)),
 }
 
 

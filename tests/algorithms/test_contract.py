@@ -37,9 +37,9 @@ def module(method, norm):
 SLOW_LEARNERS = {"FedAdam", "FedYogi", "SCAFFOLD"}
 
 
-def claims(name, form):
-    """Return what a method claims; weights of rank 2 alone take longer to learn."""
-    found = METHODS[name].claims
+def expected(name, form):
+    """What is expected of a method; weights of rank 2 alone take longer to learn."""
+    found = METHODS[name].expected
     if form != "weight":
         return found
     rounds = 3 * found.learning.get("rounds", 8)
@@ -51,7 +51,7 @@ def check(name, form, parts=None, **settings):
     method = METHODS[name]
     check_algorithm(
         method.make,
-        claims(name, form),
+        expected(name, form),
         module=partial(module, method),
         lowrank=LOW_RANK[form],
         settings={**method.settings, **settings},

@@ -293,7 +293,7 @@ def test_methods_that_change_the_base_keep_their_contract_with_a_lossy_downlink(
     method = METHODS[name]
     settings = {**method.settings, "downlink": codecs, "uplink": codecs}
     lowrank = LOW_RANK[method.forms[0]]
-    check_algorithm(method.make, method.claims, lowrank=lowrank, settings=settings, parts=parts)
+    check_algorithm(method.make, method.expected, lowrank=lowrank, settings=settings, parts=parts)
 
 
 def test_unequal_ranks_with_a_lossy_downlink(tmp_path):

@@ -10,7 +10,7 @@ from lightning_lowrank import FedAvg, LowRank, MatrixProduct
 from lightning_lowrank.compression import Codec, Dense, Half, Quantize, TopK
 from lightning_lowrank.federated import Algorithm, Message
 from lightning_lowrank.federated.state import copy_into
-from lightning_lowrank.testing import PARTS, Claims, check_algorithm, small_module
+from lightning_lowrank.testing import PARTS, Expected, check_algorithm, small_module
 from tests.grids import daily, nightly_except
 
 UPDATE = partial(LowRank, MatrixProduct(), rank=2, summary=False)
@@ -252,7 +252,7 @@ class KeepsStatistics(Algorithm):
         (partial(Encodes, LongerThanItSays()), "bytes", "the ledger counts .* bytes up, and the encodings have"),
         (partial(Encodes, Loses()), "sites", "the server decodes of client 0 in round 0 'network"),
         (SendsMoreLater, "bytes", "inspect_run tells .* bytes up for client 0's first round"),
-        (KeepsTheModel, "learns", r"after 8 rounds the accuracy is 0.\d\d, and 0.7 is claimed"),
+        (KeepsTheModel, "learns", r"after 8 rounds the accuracy is 0.\d\d, and 0.7 is expected"),
         (Sums, "identical", "two clients of the same samples network.0.weight ends where it does not"),
         (HalfSteps, "plain", "the module's outputs differ by .* from those of plain training"),
         (ExpectsAll, "dropout", "not finite, although those of all . answers are: they come from ExpectsAll"),
@@ -274,25 +274,25 @@ def test_frozen_weights_are_the_same_on_every_side():
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("claims", "part", "message"),
+    ("expected", "part", "message"),
     [
-        (Claims(plain=None), "plain", "one client is plain training, and the method does not claim so"),
-        (Claims(vectorizes=False), "vectorized", "execution='vectorized' is not refused"),
-        (Claims(averages_buffers=False), "precision", "the global model has the clients' statistics"),
-        (Claims(accuracy=1.0), "learns", "1.0 is claimed"),
+        (Expected(plain=None), "plain", "one client is plain training, and that is not expected"),
+        (Expected(vectorizes=False), "vectorized", "execution='vectorized' is not refused"),
+        (Expected(averages_buffers=False), "precision", "the global model has the clients' statistics"),
+        (Expected(accuracy=1.0), "learns", "1.0 is expected"),
     ],
     ids=["plain", "vectorizes", "averages_buffers", "accuracy"],
 )
-def test_claims_too_small_or_too_large(claims, part, message):
+def test_expected_too_little_or_too_much(expected, part, message):
     with pytest.raises(AssertionError, match=f"FedAvg breaks the part '{part}': .*{message}"):
-        check_algorithm(FedAvg, claims, parts=[part])
+        check_algorithm(FedAvg, expected, parts=[part])
 
 
 @pytest.mark.slow
 def test_bytes_that_are_not_those_of_federated_averaging():
-    with pytest.raises(AssertionError, match=r"Claims\(same_bytes=False\) if that is meant"):
+    with pytest.raises(AssertionError, match=r"Expected\(same_bytes=False\) if that is meant"):
         check_algorithm(partial(Encodes, Half()), parts=["bytes"])
-    check_algorithm(partial(Encodes, Half()), Claims(same_bytes=False), parts=["bytes"])
+    check_algorithm(partial(Encodes, Half()), Expected(same_bytes=False), parts=["bytes"])
 
 
 def test_parts_by_name():
