@@ -139,10 +139,13 @@ def _export(parser: argparse.ArgumentParser, words: list[str]) -> None:
 
     from lightning_lowrank.arguments import listed
     from lightning_lowrank.configuration import misconfigured
+    from lightning_lowrank.extras import import_extra
     from lightning_lowrank.interop.checkpoints import adapter_checkpoint, check_is_file, dense_checkpoint, writable
     from lightning_lowrank.interop.files import replacing
 
     check_is_file(options.checkpoint)
+    if options.format == "peft":
+        import_extra("peft", "--format peft")
     module = None
     if options.config:
         from lightning_lowrank.cli.parser import build_module

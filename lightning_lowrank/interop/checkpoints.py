@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from lightning_lowrank.arguments import first_ten, listed
 from lightning_lowrank.buffers import under_all_names
 from lightning_lowrank.configuration import misconfigured
+from lightning_lowrank.extras import import_extra
 from lightning_lowrank.internals.peft import keep_base_changes
 from lightning_lowrank.internals.torch import digest_of
 from lightning_lowrank.interop.peft_export import (
@@ -107,6 +108,7 @@ def adapter_checkpoint(
     PEFT. It is needed, and is changed, where PEFT wrapped the module. It is needed as well where the run has changed
     frozen weights: what has changed becomes part of the adapter.
     """
+    import_extra("peft", "a PEFT adapter folder")
     checkpoint = _read(path, client)
     callbacks = checkpoint["callbacks"]
     described = callbacks["LowRank"].get("outline")

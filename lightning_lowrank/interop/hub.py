@@ -14,8 +14,6 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from lightning_lowrank.configuration import misconfigured
 from lightning_lowrank.extras import import_extra
 from lightning_lowrank.interop.files import replacing
@@ -161,13 +159,15 @@ def model_card(name: str, config: Mapping[str, Any], figures: Mapping[str, str |
         <!-- written by lightning_lowrank ... -->
         <BLANKLINE>
     """
+    from huggingface_hub import ModelCardData
+
     base = config.get("base_model_name_or_path")
-    about: dict[str, Any] = {
-        "library_name": "peft",
-        "tags": ["lightning_lowrank", "federated-learning", str(config.get("peft_type", "lora")).lower()],
-    }
-    if isinstance(base, str) and _HUB_NAME.fullmatch(base) and base[0] != "." and not Path(base).exists():
-        about["base_model"] = base
+    named = isinstance(base, str) and _HUB_NAME.fullmatch(base) and base[0] != "." and not Path(base).exists()
+    about = ModelCardData(
+        base_model=base if named else None,
+        library_name="peft",
+        tags=["lightning_lowrank", "federated-learning", str(config.get("peft_type", "lora")).lower()],
+    )
     targets = config.get("target_modules")
     rows: dict[str, Any] = {
         "base model": base,
@@ -180,22 +180,8 @@ def model_card(name: str, config: Mapping[str, Any], figures: Mapping[str, str |
     lines = [
         f"| {_cell(key)} | {_cell(value)} |" for key, value in rows.items() if value not in (None, "") and value != {}
     ]
-    text = "\n".join(
-        [
-            "---",
-            yaml.safe_dump(about, sort_keys=False).strip(),
-            "---",
-            "",
-            f"# {_cell(name.rpartition('/')[2])}",
-            "",
-            "An adapter for PEFT, trained with lightning_lowrank.",
-            "",
-            "| | |",
-            "|---|---|",
-            *lines,
-            "",
-        ]
-    )
+    title = f"# {_cell(name.rpartition('/')[2])}\n\nAn adapter for PEFT, trained with lightning_lowrank."
+    text = "\n".join([f"---\n{about.to_yaml()}\n---\n\n{title}\n\n| | |\n|---|---|", *lines, ""])
     return f"{text}\n{_mark(text)}\n"
 
 

@@ -6,7 +6,6 @@ import copy
 import json
 import math
 import re
-import tempfile
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -20,6 +19,7 @@ from torch import Tensor, nn
 from lightning_lowrank.arguments import listed
 from lightning_lowrank.buffers import persistent_buffers
 from lightning_lowrank.configuration import misconfigured
+from lightning_lowrank.extras import import_extra
 from lightning_lowrank.internals.peft import peft_parameters
 from lightning_lowrank.interop.files import replacing
 from lightning_lowrank.interop.peft_layout import (
@@ -88,7 +88,7 @@ def export_adapter(
 
     Raises:
         MisconfigurationException: If something trained cannot be expressed; it names the layers or parameters and the
-            reason. Nothing is written then.
+            reason. Nothing is written then. Or if PEFT is not installed.
 
     Example:
         >>> import tempfile
@@ -102,6 +102,7 @@ def export_adapter(
     """
     from lightning_lowrank.internals.lightning import trainer_of
 
+    import_extra("peft", "export_adapter")
     check_path_and_module("export_adapter(module, folder)", folder, module)
     wrapped = any(hasattr(part, "get_base_layer") or hasattr(part, "peft_config") for part in module.modules())
     described = None if wrapped else outline(module)
@@ -156,6 +157,8 @@ def write_adapter(
 
     ``sums`` are frozen weights of 16 bits that have changed, by layer, before they were rounded.
     """
+    import peft
+
     layers = described.layers
     if not layers:
         raise misconfigured(
@@ -191,23 +194,21 @@ def write_adapter(
     stabilized = all(layer.rank_stabilized for layer in layers)
     rank, rank_pattern = _most_common({name: layer.rank for name, layer in named.items()})
     alpha, alpha_pattern = _most_common({name: _alpha(layer, stabilized) for name, layer in named.items()})
-    config = {
-        "peft_type": "LORA",
-        "task_type": None,
-        "base_model_name_or_path": described.sources.get(root.removesuffix(".")),
-        "inference_mode": True,
-        "r": rank,
-        "lora_alpha": alpha,
-        "use_rslora": stabilized,
-        "lora_dropout": dropouts.pop(),
-        "target_modules": _target_modules(described, list(named), saved, root),
-        "modules_to_save": saved or None,
-        "rank_pattern": rank_pattern,
-        "alpha_pattern": alpha_pattern,
-        "bias": "lora_only" if with_biases else "none",
-        "fan_in_fan_out": any(layer.kind == "Conv1D" for layer in layers),
-        "init_lora_weights": True,
-    }
+    config = peft.LoraConfig(
+        base_model_name_or_path=described.sources.get(root.removesuffix(".")),
+        r=rank,
+        lora_alpha=alpha,
+        use_rslora=stabilized,
+        lora_dropout=dropouts.pop(),
+        modules_to_save=saved or None,
+        rank_pattern=rank_pattern,
+        alpha_pattern=alpha_pattern,
+        bias="lora_only" if with_biases else "none",
+        fan_in_fan_out=any(layer.kind == "Conv1D" for layer in layers),
+    )
+    _name_targets(config, described, named, root)
+    # A checkpoint has no module for get_peft_model to wrap, and one that is made from its outline takes forty lines and
+    # the factors by the same names.
     contents: dict[str, Tensor] = {}
     for name, layer in named.items():
         contents.update({f"{PREFIX}{name}.{key}": value for key, value in _factors(layer, tensors).items()})
@@ -371,13 +372,9 @@ def export_wrapped(
         # Trained biases are written under their own names, those of modules to save under the names of before.
         saved = (_WRAPPING.sub("", key.removeprefix(PREFIX)) for key in tensors)
         _check_unchanged(inner, base, {*(f"{layer}.weight" for layer in adapted), *saved})
-    config.inference_mode = True
     if not config.base_model_name_or_path:
         config.base_model_name_or_path = getattr(getattr(inner, "config", None), "_name_or_path", None) or None
-    with tempfile.TemporaryDirectory() as written:
-        config.save_pretrained(written)
-        text = (Path(written) / CONFIG_FILE).read_text(encoding="utf-8")
-    return _write(folder, json.loads(text), tensors)
+    return _write(folder, config, tensors)
 
 
 def _wrapped(module: nn.Module) -> Any:
@@ -521,18 +518,22 @@ def _tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
             yield name, value
 
 
-def _write(folder: Path, config: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> Path:
+def _write(folder: Path, config: Any, tensors: Mapping[str, Tensor]) -> Path:
+    """Write a folder as `PeftModel.save_pretrained` does, whole or not at all, and without a question to the hub."""
     objects = [name for name, value in tensors.items() if not isinstance(value, Tensor)]
     if objects:
         raise misconfigured(
             f"{listed(objects)} of what is saved whole is no tensor, as get_extra_state() may return, and an adapter"
             f" folder holds tensors alone: {_DENSE}."
         )
+    # A set has another order in each process.
+    fields = {name: sorted(value) if isinstance(value, set) else value for name, value in config.to_dict().items()}
+    fields["inference_mode"] = True
     # safetensors refuses views, and tensors that share memory as those of tied layers do.
     contents = {name: value.detach().cpu().contiguous().clone() for name, value in tensors.items()}
     with replacing(folder / CONFIG_FILE) as config_part, replacing(folder / WEIGHTS_FILE) as weights_part:
         safetensors.torch.save_file(contents, weights_part, metadata={"format": "pt"})
-        config_part.write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+        config_part.write_text(json.dumps(fields, indent=2, sort_keys=True) + "\n", encoding="utf-8")
         # Without its configuration a folder is refused, so that new weights are never read with an old one.
         (folder / CONFIG_FILE).unlink(missing_ok=True)
     return folder
@@ -556,21 +557,23 @@ def _modules_to_save(described: Outline, changed: Iterable[str], root: str) -> l
     return sorted(owner for owner in owners if not any(owner.startswith(f"{other}.") for other in owners))
 
 
-def _target_modules(described: Outline, names: list[str], saved: list[str], root: str) -> list[str] | str:
-    """Return the layers' names, or a regular expression if PEFT would match other modules by these names too."""
+def _name_targets(config: Any, described: Outline, names: Collection[str], root: str) -> None:
+    """Have a `LoraConfig` name these layers, by a regular expression where PEFT would match others by a list too."""
+    from peft.tuners.tuners_utils import check_target_module_exists
+
+    saved = config.modules_to_save or ()
     others = {name.removeprefix(root) for name in described.modules if name.startswith(root)} - set(names)
-    # As peft.utils.other._set_trainable and peft.tuners.tuners_utils.check_target_module_exists match names.
-    for module in saved:
-        taken = [name for name in others if name.endswith(module) and name not in saved]
-        hidden = [name for name in names if re.match(rf"(^|.*\.){module}($|\..*)", name) or name.endswith(module)]
-        if taken or hidden:
-            raise misconfigured(
-                f"{module} was trained whole, and PEFT, which matches modules_to_save by the ends of names, would take"
-                f" {listed(taken + hidden)} for it: rename the module, or {_DENSE}."
-            )
-    if any(other.endswith(tuple(f".{name}" for name in names)) for other in others):
-        return "|".join(re.escape(name) for name in names)
-    return names
+    config.target_modules = set(names)
+    hidden = [name for name in names if not check_target_module_exists(config, name)]
+    # As peft.utils.other._set_trainable matches names.
+    hidden += [name for name in {*others, *names}.difference(saved, hidden) if name.endswith(tuple(saved))]
+    if hidden:
+        raise misconfigured(
+            f"modules_to_save={saved} were trained whole, and PEFT, which matches modules_to_save by the ends of names,"
+            f" would take {listed(sorted(hidden))} for them: rename the modules, or {_DENSE}."
+        )
+    if any(check_target_module_exists(config, name) for name in others):
+        config.target_modules = "|".join(re.escape(name) for name in names)
 
 
 def _alpha(layer: LayerOutline, stabilized: bool) -> float:

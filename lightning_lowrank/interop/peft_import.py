@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import re
 from collections.abc import Callable, Mapping, Sequence
@@ -17,6 +16,7 @@ from torch import Tensor, nn
 
 from lightning_lowrank.arguments import listed
 from lightning_lowrank.configuration import misconfigured
+from lightning_lowrank.extras import import_extra
 from lightning_lowrank.internals.torch import own_buffers, own_parameters
 from lightning_lowrank.interop.peft_layout import (
     CONFIG_FILE,
@@ -33,23 +33,14 @@ from lightning_lowrank.interop.peft_layout import (
 from lightning_lowrank.layers import LowRankLayer, MatrixProduct, low_rank_class, low_rank_layers
 from lightning_lowrank.layers.conversion import note_buffers
 
-# Settings with which an adapter does not compute W + scaling · B A.
-_UNSUPPORTED = {
-    "use_dora": "DoRA's magnitudes are not LoRA factors",
-    "lora_bias": "its adapters have biases of their own",
-    "use_bdlora": "BD-LoRA's factors are block-diagonal",
-    "use_qalora": "QA-LoRA pools its input",
-    "alora_invocation_tokens": "aLoRA acts on some tokens only",
-    "arrow_config": "Arrow routes between adapters",
-    "kasa_config": "KaSA changes the base weights",
-    "monteclora_config": "MonteCLoRA draws its weights",
-    "velora_config": "VeLoRA is another layer",
-    "layer_replication": "it repeats layers of the base model",
-    "target_parameters": "it adapts parameters that belong to no layer",
-    "trainable_token_indices": "it trains single rows of an embedding",
-    "megatron_config": "it is for Megatron's layers",
-}
-
+# Fields of LoraConfig with which an adapter is still W + scaling · B A. A value of another field, other than its
+# default, is a variant of LoRA, also of a later PEFT.
+_PLAIN = """
+    task_type peft_type auto_mapping peft_version base_model_name_or_path revision inference_mode runtime_config
+    r lora_alpha lora_dropout use_rslora bias modules_to_save rank_pattern alpha_pattern target_modules exclude_modules
+    fan_in_fan_out layers_to_transform layers_pattern megatron_core qalora_group_size ensure_weight_tying
+    init_lora_weights loftq_config eva_config corda_config lora_ga_config
+"""
 _MOST_ALTERNATIVES = 20
 
 
@@ -90,7 +81,8 @@ def import_adapter(folder: str | Path, module: nn.Module, *, prefix: str | None 
 
     Raises:
         MisconfigurationException: If the folder is not plain LoRA (DoRA, biases of adapters, other methods), or has
-            layers or tensors that the module lacks or has in other shapes; nothing is changed then.
+            layers or tensors that the module lacks or has in other shapes; nothing is changed then. Or if PEFT is not
+            installed.
 
     Example:
         >>> import tempfile
@@ -104,6 +96,7 @@ def import_adapter(folder: str | Path, module: nn.Module, *, prefix: str | None 
     """
     check_path_and_module("import_adapter(folder, module)", folder, module)
     refuse_wrapped(module, "call load_adapter(folder, name) of the model that PEFT wrapped")
+    import_extra("peft", "import_adapter")
     found, rest, config = _read(Path(folder))
     root = _root(module, list(found), prefix)
     adapters = {root + name: adapter for name, adapter in found.items()}
@@ -143,7 +136,7 @@ def import_adapter(folder: str | Path, module: nn.Module, *, prefix: str | None 
     return module
 
 
-def _convert(module: nn.Module, name: str, adapter: _Adapter, config: Mapping[str, Any]) -> LowRankLayer:
+def _convert(module: nn.Module, name: str, adapter: _Adapter, config: Any) -> LowRankLayer:
     """Replace a dense layer by a low-rank one for the adapter."""
     dense = module.get_submodule(name)
     kind = low_rank_class(dense)
@@ -154,8 +147,8 @@ def _convert(module: nn.Module, name: str, adapter: _Adapter, config: Mapping[st
         adapter.rank,
         init="lora",
         alpha=adapter.alpha,
-        rank_stabilized=bool(config.get("use_rslora")),
-        dropout=float(config.get("lora_dropout") or 0.0),
+        rank_stabilized=bool(config.use_rslora),
+        dropout=float(config.lora_dropout or 0),
     )
     parent, _, child = name.rpartition(".")
     module.get_submodule(parent).add_module(child, layer)
@@ -189,16 +182,16 @@ def _check_ties(layers: Mapping[str, LowRankLayer], values: Sequence[tuple[Tenso
             )
 
 
-def _is_trained(name: str, config: Mapping[str, Any]) -> bool:
+def _is_trained(name: str, config: Any) -> bool:
     """Return whether PEFT trains a tensor that is not a factor: biases, and modules to save by the ends of names."""
-    if name.rpartition(".")[2] == "bias" and config.get("bias", "none") != "none":
+    if name.rpartition(".")[2] == "bias" and config.bias != "none":
         return True
     parts = name.split(".")
     above = [".".join(parts[:stop]) for stop in range(1, len(parts))]
-    return any(module.endswith(tuple(config.get("modules_to_save") or ())) for module in above)
+    return any(module.endswith(tuple(config.modules_to_save or ())) for module in above)
 
 
-def _read(folder: Path) -> tuple[dict[str, _Adapter], dict[str, Tensor], dict[str, Any]]:
+def _read(folder: Path) -> tuple[dict[str, _Adapter], dict[str, Tensor], Any]:
     """Return a folder's adapters by layer, its other tensors by name, and its configuration."""
     config = _read_config(folder)
     if not (folder / WEIGHTS_FILE).is_file():
@@ -233,67 +226,67 @@ def _read(folder: Path) -> tuple[dict[str, _Adapter], dict[str, Tensor], dict[st
     return adapters, rest, config
 
 
-def _read_config(folder: Path) -> dict[str, Any]:
-    """Return a folder's configuration; refuse what is not plain LoRA."""
+def _read_config(folder: Path) -> Any:
+    """A folder's `LoraConfig`, as PEFT reads it; what is not plain LoRA is refused."""
+    from peft import LoraConfig
+
     path = folder / CONFIG_FILE
+    # PEFT looks on the hub for a file that is not there.
     if not path.is_file():
         raise misconfigured(f"{folder} is not a PEFT adapter folder: it holds no {CONFIG_FILE}.")
     try:
-        config = json.loads(path.read_text(encoding="utf-8"))
-    except (ValueError, RecursionError) as error:
-        raise misconfigured(f"{path} is not JSON: {error}.") from error
-    kind = config.get("peft_type") if isinstance(config, dict) else None
-    if kind != "LORA":
+        fields = LoraConfig.from_json_file(str(path))
+        kind = fields.get("peft_type")
+        config = LoraConfig.from_peft_type(**fields) if kind == "LORA" else None
+    except (AttributeError, ImportError, RecursionError, TypeError, ValueError) as error:
+        raise misconfigured(f"{path} is no configuration that PEFT reads ({type(error).__name__}: {error}).") from error
+    if config is None:
         raise misconfigured(f"{folder} holds an adapter of PEFT's type {kind!r}, and only 'LORA' is read.")
-    for setting, reason in _UNSUPPORTED.items():
-        if config.get(setting):
-            raise misconfigured(f"{folder} has {setting}={config[setting]!r}: {reason}.")
-    start = config.get("init_lora_weights")
-    if start not in PLAIN_STARTS:
+    for name, default in vars(LoraConfig()).items():
+        value = getattr(config, name, default)
+        if name not in _PLAIN.split() and value and value != default:
+            raise misconfigured(
+                f"{folder} has {name}={value!r:.99}, a variant of LoRA, and only plain LoRA is read: load it with PEFT,"
+                " PeftModel.from_pretrained(base_model, folder)."
+            )
+    if config.init_lora_weights not in PLAIN_STARTS:
         raise misconfigured(
-            f"{folder} has init_lora_weights={start!r}, which changes the base weights: save it as plain LoRA, with"
-            " PEFT's save_pretrained(path_initial_model_for_weight_conversion=...)."
+            f"{folder} has init_lora_weights={config.init_lora_weights!r:.99}, which changes the base weights: save it"
+            " as plain LoRA, with PEFT's save_pretrained(path_initial_model_for_weight_conversion=...)."
         )
     _check_types(path, config)
     return config
 
 
-def _check_types(path: Path, config: Mapping[str, Any]) -> None:
-    """Refuse settings of other types than PEFT writes, such as ``"r": "8"``."""
+def _check_types(path: Path, config: Any) -> None:
+    """Refuse settings of other types than PEFT writes, such as ``"r": "8"``, which PEFT itself does not check."""
 
     def is_number(value: Any, kinds: Any = (int, float)) -> bool:
-        return isinstance(value, kinds) and not isinstance(value, bool) and math.isfinite(value)
-
-    def is_rank(value: Any) -> bool:
-        return is_number(value, int) and value > 0
-
-    def is_alpha(value: Any) -> bool:
-        return is_number(value) and value > 0
-
-    def is_share(value: Any) -> bool:
-        return value is None or (is_number(value) and 0 <= value < 1)
+        return isinstance(value, kinds) and not isinstance(value, bool) and 0 <= value < math.inf
 
     def are_names(value: Any) -> bool:
         return value is None or (isinstance(value, list) and all(isinstance(each, str) for each in value))
 
-    rank, alpha = "a whole number above 0, such as 8", "a number above 0, such as 16"
-    wanted: tuple[tuple[str, Any, Callable[[Any], bool], str], ...] = (
-        ("r", 8, is_rank, rank),
-        ("lora_alpha", 8, is_alpha, alpha),
-        ("lora_dropout", 0.0, is_share, "a number of at least 0 and below 1, such as 0.1"),
-        ("use_rslora", False, lambda value: value is None or isinstance(value, bool), "true or false"),
-        ("bias", "none", lambda value: value in ("none", "all", "lora_only"), "'none', 'all' or 'lora_only'"),
-        ("modules_to_save", None, are_names, 'null or a list of names, such as ["head"]'),
-    )
-    for name, default, fits, remedy in wanted:
-        value = config.get(name, default)
-        if not fits(value):
+    rank = (lambda value: is_number(value, int) and value > 0, "a whole number above 0, such as 8")
+    alpha = (lambda value: is_number(value) and value > 0, "a number above 0, such as 16")
+    wanted: dict[str, tuple[Callable[[Any], bool], str]] = {
+        "r": rank,
+        "lora_alpha": alpha,
+        "lora_dropout": (
+            lambda value: value is None or (is_number(value) and value < 1),
+            "a number of at least 0 and below 1, such as 0.1",
+        ),
+        "use_rslora": (lambda value: value is None or isinstance(value, bool), "true or false"),
+        "bias": (lambda value: value in ("none", "all", "lora_only"), "'none', 'all' or 'lora_only'"),
+        "modules_to_save": (are_names, 'null or a list of names, such as ["head"]'),
+        "rank_pattern": (lambda value: not value or isinstance(value, dict), "an object of layers' names"),
+        "alpha_pattern": (lambda value: not value or isinstance(value, dict), "an object of layers' names"),
+    }
+    for name, (fits, remedy) in wanted.items():
+        if not fits(value := getattr(config, name)):
             raise misconfigured(f"{path} has {name}={value!r:.99}, and PEFT writes {remedy}.")
-    for name, fits, remedy in (("rank_pattern", is_rank, rank), ("alpha_pattern", is_alpha, alpha)):
-        patterns = config.get(name) or {}
-        if not isinstance(patterns, dict):
-            raise misconfigured(f"{path} has {name}={patterns!r:.99}, and PEFT writes an object of layers' names.")
-        for pattern, value in patterns.items():
+    for name, (fits, remedy) in (("rank_pattern", rank), ("alpha_pattern", alpha)):
+        for pattern, value in (getattr(config, name) or {}).items():
             if not fits(value):
                 raise misconfigured(f"{path} has {name}[{pattern!r:.99}]={value!r:.99}, and PEFT writes {remedy}.")
             reason = _why_not_matched(pattern)
@@ -322,29 +315,25 @@ def _why_not_matched(pattern: str) -> str:
     return ""
 
 
-def _adapter(name: str, parts: Mapping[str, Tensor], embedding: bool, config: Mapping[str, Any]) -> _Adapter:
+def _adapter(name: str, parts: Mapping[str, Tensor], embedding: bool, config: Any) -> _Adapter:
     for which in ("A", "B"):
         if which not in parts:
             raise misconfigured(f"the folder lacks lora_{which} of layer {name!r}.")
     left, right = parts["B"], parts["A"]
-    rank = _by_pattern(config.get("rank_pattern"), name, config.get("r", 8))
-    alpha = _by_pattern(config.get("alpha_pattern"), name, config.get("lora_alpha", 8))
+    rank = _by_pattern(config.rank_pattern, name, config.r)
+    alpha = _by_pattern(config.alpha_pattern, name, config.lora_alpha)
     if left.dim() != right.dim() or left.dim() < 2 or left.shape[1] != right.shape[0] or right.shape[0] != rank:
         raise misconfigured(
             f"the factors of layer {name!r} do not fit: lora_A has shape {tuple(right.shape)}, lora_B"
             f" {tuple(left.shape)}, and the rank is {rank}."
         )
-    return _Adapter(
-        left, right, alpha, alpha / math.sqrt(rank) if config.get("use_rslora") else alpha / rank, embedding
-    )
+    return _Adapter(left, right, alpha, alpha / (math.sqrt(rank) if config.use_rslora else rank), embedding)
 
 
 def _by_pattern(patterns: Mapping[str, Any] | None, name: str, otherwise: Any) -> Any:
-    # As peft.utils.other.get_pattern_key matches.
-    for pattern, value in (patterns or {}).items():
-        if re.match(rf"(.*\.)?({pattern})$", name):
-            return value
-    return otherwise
+    from peft.utils.other import get_pattern_key
+
+    return (patterns or {}).get(get_pattern_key(list(patterns or ()), name), otherwise)
 
 
 def _root(module: nn.Module, names: Sequence[str], prefix: str | None) -> str:

@@ -1,7 +1,8 @@
 """What a PEFT adapter folder can express, and the description of a module from which one is written.
 
 An adapter folder holds ``adapter_config.json`` and ``adapter_model.safetensors``. PEFT's
-``PeftModel.from_pretrained(base_model, folder)`` and serving tools load it. Neither direction needs PEFT installed.
+``PeftModel.from_pretrained(base_model, folder)`` and serving tools load it. Both directions need the extra
+``peft``; this module does not, because every run with `LowRank` describes its module.
 """
 
 from __future__ import annotations

@@ -18,7 +18,7 @@ from lightning_lowrank.federated import client_states
 from lightning_lowrank.flower.recipe import Recipe
 from lightning_lowrank.flower.remote_rounds import RemoteRounds
 from lightning_lowrank.interop.checkpoints import adapter_checkpoint
-from lightning_lowrank.lora import LoRAA2
+from lightning_lowrank.lora import FedEx, LoRAA2
 from tests.algorithms.methods import LOW_RANK, METHODS, MOMENTUM, Method, each_method
 from tests.flower.helpers import run_on_sites
 from tests.grids import nightly_except
@@ -141,6 +141,7 @@ SETTINGS = {
     "frozen weights both ways": ("FedMUD", {"uplink": [Quantize(8)], "downlink": [Quantize(8)]}),
     "a residual of frozen weights": ("FedLoRA-FedEx", {"downlink": [Half()]}),
     "stacked factors both ways": ("FedLoRA-FLoRA", {"uplink": [Quantize(8)], "downlink": [Quantize(8)]}),
+    "one factor's change both ways": ("FedLoRA-CoLR", {"uplink": [Quantize(8)], "downlink": [Quantize(8)]}),
     "drawn factors": ("FedLoRA-FLoRA", {"uplink": [TopK(0.5, error_feedback=True)]}),
 }
 
@@ -161,6 +162,13 @@ MORE = {
         "lora",
     ),
     "FedLoRA, parts that stay": (Method(lambda: algorithms.FedLoRA(LoRAA2(), keep=["net.4.bias"])), "lora"),
+    "FedLoRA, ranks of two sizes behind a lossy downlink": (
+        Method(
+            lambda: algorithms.FedLoRA(FedEx(), levels=(1.0, 0.5)),
+            settings={"uplink": [Quantize(8)], "downlink": [Quantize(8)]},
+        ),
+        "lora",
+    ),
     "FedAvg, kept momentum": (
         Method(algorithms.FedAvg, optimizer=MOMENTUM, settings={"optimizer_state": "keep"}),
         "dense",

@@ -124,7 +124,7 @@ def test_the_configuration_says_what_differs_between_layers(tmp_path):
     assert (config["peft_type"], config["r"], config["lora_alpha"], config["bias"]) == ("LORA", 2, 3, "none")
     assert config["rank_pattern"] == {"^last": 1}
     assert config["alpha_pattern"] == {}
-    assert config["target_modules"] == ["square", "wide", "last"]
+    assert config["target_modules"] == ["last", "square", "wide"]
     assert config["fan_in_fan_out"]
     assert config["modules_to_save"] is None
 

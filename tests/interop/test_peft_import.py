@@ -3,7 +3,9 @@
 import copy
 import json
 import shutil
+import sys
 import time
+from types import SimpleNamespace
 
 import lightning.pytorch as pl
 import pytest
@@ -15,6 +17,7 @@ from torch import nn
 from lightning_lowrank import (
     LowRank,
     MatrixProduct,
+    cli,
     convert,
     export_adapter,
     import_adapter,
@@ -22,6 +25,7 @@ from lightning_lowrank import (
     recover,
 )
 from lightning_lowrank.interop import peft_import
+from lightning_lowrank.interop.checkpoints import adapter_checkpoint
 from lightning_lowrank.layers import low_rank_layers
 from tests.helpers import Module
 from tests.interop.helpers import (
@@ -173,8 +177,12 @@ def rewrite(folder, config=None, **tensors):
     ("config", "tensors", "said"),
     [
         ({"peft_type": "LOHA"}, {}, "PEFT's type 'LOHA', and only 'LORA' is read"),
-        ({"use_dora": True}, {}, "use_dora=True: DoRA's magnitudes"),
-        ({"lora_bias": True}, {}, "lora_bias=True: its adapters have biases"),
+        ({"use_dora": True}, {}, "use_dora=True, a variant of LoRA"),
+        ({"lora_bias": True}, {}, "lora_bias=True, a variant of LoRA"),
+        ({"target_modules": [[1]]}, {}, r"adapter_config\.json .*PEFT.*TypeError"),
+        ({"use_dora": True, "lora_bias": True}, {}, r"adapter_config\.json .*PEFT.*lora_bias"),
+        ({"use_bdlora": {"nblocks": 2}}, {}, "use_bdlora=BdLoraConfig"),
+        ({"self": 1}, {}, r"adapter_config\.json .*PEFT.*self"),
         ({"trainable_token_indices": [1]}, {}, r"trainable_token_indices=\[1\]"),
         ({"init_lora_weights": "pissa"}, {}, "init_lora_weights='pissa', which changes the base weights"),
         ({}, {"0.lora_magnitude_vector": torch.ones(5)}, r"holds 0\.lora_magnitude_vector"),
@@ -334,3 +342,57 @@ def test_arguments_in_the_wrong_order_are_refused_by_type(tmp_path, call):
         call(*reversed(ordered))
     with pytest.raises(MisconfigurationException, match=rf"{call.__name__}\(.*of type int"):
         call(*(3 if isinstance(each, nn.Module) else each for each in ordered))
+
+
+@pytest.mark.parametrize("call", ["export", "import", "checkpoint", "command"])
+def test_the_extra_is_named_before_anything_is_read_or_written(tmp_path, saved, monkeypatch, call):
+    dense, checkpoint = plain(), tmp_path / "run.ckpt"
+    # None of these would be accepted with PEFT.
+    checkpoint.write_bytes(b"none")
+    (saved / "adapter_config.json").write_text("{")
+    monkeypatch.setitem(sys.modules, "peft", None)
+    calls = {
+        "export": lambda: export_adapter(dense, tmp_path / "folder"),
+        "import": lambda: import_adapter(saved, dense),
+        "checkpoint": lambda: adapter_checkpoint(checkpoint, tmp_path / "folder"),
+        "command": lambda: cli.main(
+            ["export", str(checkpoint), str(tmp_path / "folder"), "--format", "peft", "--config", "none.yaml"]
+        ),
+    }
+    with pytest.raises((MisconfigurationException, SystemExit), match=r"needs peft: .*\[peft\]"):
+        calls[call]()
+    assert not (tmp_path / "folder").exists()
+
+
+def test_a_field_of_a_later_peft_is_left_out_with_its_warning(saved):
+    rewrite(saved, {"later_field": 1})
+    with pytest.warns(UserWarning, match="later_field"):
+        assert import_adapter(saved, plain())[0].rank == 2
+
+
+@pytest.mark.parametrize("wrapped", [False, True], ids=["ours", "PEFT"])
+def test_nothing_is_asked_of_the_hub(tmp_path, monkeypatch, wrapped):
+    class Named(nn.Sequential):
+        config = SimpleNamespace(_name_or_path="meta/some-model", vocab_size=7)
+
+        def get_input_embeddings(self):
+            return self[0]
+
+    def ask(*arguments):
+        asked.append(arguments)
+        raise OSError("no network")
+
+    asked = []
+    module = Named(nn.Embedding(7, 5), nn.Linear(5, 4))
+    if wrapped:
+        module = peft().get_peft_model(module, peft().LoraConfig(r=2, target_modules=["1"]))
+        module.peft_config["default"].base_model_name_or_path = "meta/some-model"
+    else:
+        convert(module, MatrixProduct(), rank=2, include=["1"], freeze_rest=True)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
+    monkeypatch.setattr("socket.socket.connect", ask)
+    monkeypatch.setattr("socket.getaddrinfo", ask)
+    folder = export_adapter(module, tmp_path)
+    assert config_of(folder)["base_model_name_or_path"] == "meta/some-model"
+    import_adapter(folder, Named(nn.Embedding(7, 5), nn.Linear(5, 4)))
+    assert not asked
