@@ -14,6 +14,11 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
+import rich.table
+from rich.box import SIMPLE_HEAD
+from rich.console import Console, JustifyMethod
+from rich.text import Text
+
 from lightning_lowrank.cli.runs import printable
 
 _STYLE = """
@@ -74,20 +79,16 @@ class Table(list[Column]):
         return [[column.title for column in self], *map(list, zip(*(column.texts for column in self), strict=True))]
 
     def text(self) -> list[str]:
-        """Lines of text; unlike a table of rich, a narrow console does not shorten them."""
-        titles = [column.title.split("\n") for column in self]
-        height = max(map(len, titles))
-        head = [list(line) for line in zip(*([""] * (height - len(title)) + title for title in titles), strict=True)]
-        rows = self._rows()[1:]
-        widths = [max(map(len, cells)) for cells in zip(*head, *rows, strict=True)]
-        lines = [
-            "  ".join(
-                cell.rjust(width) if column.figures else cell.ljust(width)
-                for column, cell, width in zip(self, row, widths, strict=True)
-            )
-            for row in (*head, *rows)
-        ]
-        return [*lines[:height], "─" * (sum(widths) + 2 * (len(widths) - 1)), *lines[height:]]
+        """Lines of text, of any width: a narrow console does not shorten them."""
+        table = rich.table.Table(box=SIMPLE_HEAD, show_edge=False, pad_edge=False, padding=(0, 1, 0, 0))
+        for column in self:
+            side: JustifyMethod = "right" if column.figures else "left"
+            table.add_column(Text(column.title), justify=side, vertical="bottom", no_wrap=True)
+        for row in self._rows()[1:]:
+            table.add_row(*map(Text, row))
+        file = io.StringIO()
+        Console(file=file, width=10**6, color_system=None).print(table)
+        return file.getvalue().removesuffix("\n").split("\n")
 
     def html(self) -> str:
         """A table for browsers, which scrolls if it is wider than the page."""

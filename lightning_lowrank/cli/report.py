@@ -10,6 +10,7 @@ import math
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import combinations
 from pathlib import Path
 
@@ -239,10 +240,11 @@ class Goal:
         # A run that continues another one may have reached the target in that one.
         return None if not len(places) or (run.went_on and places[0] == 0) else int(rounds[places[0]]) + 1
 
-    def until(self, run: Run, name: str) -> float | None:
+    def until(self, run: Run, name: str, unit: float = 1) -> float | None:
         """The value of a figure in the round that reached the target; without a name, the round's number."""
         number = self.reached(run)
-        return number if number is None or not name else run.at(name, number)
+        value = number if number is None or not name else run.at(name, number)
+        return value if value is None or not name else value / unit
 
 
 def _whole(number: float) -> str:
@@ -317,11 +319,7 @@ def _results(groups: Groups, goal: Goal) -> Table:
         ("simulated s", "system/seconds", 1, "{:.1f}".format),
     ):
         if goal.target is not None and (not name or any(run.last(name) is not None for run in runs)):
-
-            def until(run: Run, name: str = name, unit: float = unit) -> float | None:
-                value = goal.until(run, name)
-                return value / unit if name and value is not None else value
-
+            until = partial(goal.until, name=name, unit=unit)
             table.append(_column(groups, f"{title} to\n{goal.target:g}", until, form, partly=True))
     if goal.budget is not None:
         limit = goal.budget
