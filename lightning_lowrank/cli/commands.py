@@ -325,7 +325,8 @@ def _recipes(parser: argparse.ArgumentParser, words: list[str]) -> None:
 
     found = listing(options.beginning)
     width = max(len(name) for name, _ in found)
-    for name, summary in found:
+    # Recipes that run alone come first.
+    for name, summary in sorted(found, key=lambda each: each[1].startswith("Overlay")):
         print(f"{name:{width}}  {summary}".rstrip())
 
 
@@ -336,7 +337,10 @@ _WITHOUT_MODEL: dict[str, tuple[Callable[[argparse.ArgumentParser, list[str]], N
     ),
     "push": (_push, "Upload an adapter folder to the Hugging Face hub, with a model card of the run's figures."),
     "report": (_report, "Compare runs: tables, and accuracy against rounds and bytes, on one page."),
-    "recipes": (_recipes, "List the recipes that come with the package: `fit --config NAME` runs one."),
+    "recipes": (
+        _recipes,
+        "List the recipes that come with the package: `fit --config NAME` runs one, a later `--config` an overlay on it.",
+    ),
     "flower": (
         _flower,
         "Write the Flower project of a recipe: `flwr run OUTPUT` then runs it across sites, which have approved it by"

@@ -62,9 +62,12 @@ def test_a_wrong_name_is_refused_with_near_ones(value, near):
 
 def test_all_are_listed(capsys):
     main(["recipes"])
-    listed = [line.split()[0] for line in capsys.readouterr().out.splitlines()]
+    lines = capsys.readouterr().out.splitlines()
+    overlays = ["  Overlay" in line for line in lines]
+    assert overlays == sorted(overlays)
+    listed = [line.split()[0] for line in lines]
     files = [path.relative_to(RECIPES).with_suffix("").as_posix() for path in RECIPES.rglob("*.yaml")]
-    assert listed == sorted({*files} - {"RESULTS"})
+    assert sorted(listed) == sorted({*files} - {"RESULTS"})
     main(["recipes", "fedsa"])
     (line,) = capsys.readouterr().out.splitlines()
     name, said = line.split(maxsplit=1)
