@@ -4,7 +4,11 @@
 ``ClientApp`` has Flower's ``secaggplus_mod`` around its half. Nothing here is cryptography: this module writes what
 sites send as the numbers that Flower masks, and holds what they answer against what the protocol's stage expects.
 
-What that protects from, and what not, stands in ``docs/security.md``.
+It does not protect from a dishonest server: Flower folds each 256-bit key to 32 bits and seeds NumPy's Mersenne Twister
+with them, so that a server can try all 2³² seeds and take the masks away. It keeps single updates out of the logs and
+backups of an honest server. Nor does it protect from a site: nobody can tell which site has spoiled a masked sum, and
+norm bounds and robust rules have no single answer to look at. The sum and the model of each round stay visible to the
+server. ``docs/security.md`` has the whole table.
 """
 
 from __future__ import annotations

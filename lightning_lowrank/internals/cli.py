@@ -11,7 +11,12 @@ import jsonargparse
 import lightning
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from packaging.specifiers import SpecifierSet
 
+from lightning_lowrank.extras import how_to_install
+
+_JSONARGPARSE = SpecifierSet(">=4.52,<5")
+"""The bound of the extra ``cli``. The rest of the package works beside any release of jsonargparse."""
 _NEEDED = (
     "_add_configure_optimizers_method_to_model",
     "_parser",
@@ -92,10 +97,16 @@ class SubcommandCLI(LightningCLI):
     its arguments. Lightning adds those of all, which takes longer than to read a recipe.
 
     Raises:
-        MisconfigurationException: If Lightning's CLI has other private methods than those that are overridden here.
+        MisconfigurationException: If Lightning's CLI has other private methods than those that are overridden here, or
+            jsonargparse is of another release than those that read recipes as they are meant.
     """
 
     def __init__(self, *arguments: Any, **keywords: Any) -> None:
+        if not _JSONARGPARSE.contains(jsonargparse.__version__, prereleases=True):
+            raise MisconfigurationException(
+                f"the command line reads recipes by jsonargparse{_JSONARGPARSE}, and {jsonargparse.__version__} is"
+                f" installed: {how_to_install('cli')}"
+            )
         missing = [name for name in _NEEDED if not hasattr(LightningCLI, name)]
         if missing:
             raise MisconfigurationException(
