@@ -339,7 +339,7 @@ _WITHOUT_MODEL: dict[str, tuple[Callable[[argparse.ArgumentParser, list[str]], N
     "report": (_report, "Compare runs: tables, and accuracy against rounds and bytes, on one page."),
     "recipes": (
         _recipes,
-        "List the recipes that come with the package: `fit --config NAME` runs one, a later `--config` an overlay on it.",
+        "List the recipes that come with the package: `fit --config NAME` runs one, a later `--config` an overlay.",
     ),
     "flower": (
         _flower,
