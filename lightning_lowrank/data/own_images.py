@@ -168,16 +168,8 @@ class OwnImages(VisionDataModule):
         return _selected(pictures, kept), _selected(pictures, held_out)
 
     def _images(self, split: str, pixels: Tensor, augment: bool) -> TensorImages:
-        images = TensorImages(
-            pixels,
-            self._pictures[split].targets,
-            mean=self.mean if self.normalize else [0.0] * self.channels,
-            std=self.std if self.normalize else [1.0] * self.channels,
-            crop_padding=self.crop_padding if augment else 0,
-            mirror=self.mirror and augment,
-        )
         pictures = self._pictures[split]
-        images.rows = _rows(pictures)
+        images = self._dataset(pixels, pictures.targets, _rows(pictures), augment)
         pictures.describe(images)
         return images
 

@@ -12,6 +12,7 @@ from PIL import Image
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
+from torchvision.datasets.folder import make_dataset
 from torchvision.datasets.utils import download_and_extract_archive
 
 from lightning_lowrank.data.torchvision import PhotographDataModule
@@ -93,11 +94,7 @@ class TinyImageNet(PhotographDataModule):
         if len(names) != self.num_classes:
             raise RuntimeError(f"{self.folder / 'wnids.txt'} names {len(names)} classes, not {self.num_classes}")
         classes = {name: index for index, name in enumerate(names)}
-        training = [
-            (path, target)
-            for name, target in classes.items()
-            for path in self._images_of(self.folder / "train" / name / "images")
-        ]
+        training = make_dataset(self.folder / "train", classes, (".jpeg",))
         validation = self._validation_images(classes)
         rank_zero_info(f"{type(self).__name__}: decoding {len(training) + len(validation):,} images, once for all runs")
         tensors: dict[str, Tensor] = {}
@@ -111,13 +108,7 @@ class TinyImageNet(PhotographDataModule):
             save_file(tensors, Path(unfinished) / self.decoded.name)
             (Path(unfinished) / self.decoded.name).replace(self.decoded)
 
-    def _images_of(self, folder: Path) -> list[Path]:
-        found = sorted(folder.glob("*.JPEG"))
-        if not found:
-            raise FileNotFoundError(f"{folder} holds no image (*.JPEG): {self.folder} is not complete")
-        return found
-
-    def _validation_images(self, classes: dict[str, int]) -> list[tuple[Path, int]]:
+    def _validation_images(self, classes: dict[str, int]) -> list[tuple[str, int]]:
         """The files and classes that the annotations name; a line is a file name, a class and a box."""
         annotations = self.folder / "val" / "val_annotations.txt"
         samples = []
@@ -128,12 +119,12 @@ class TinyImageNet(PhotographDataModule):
                     f"{annotations}, line {number}: a file's name, a tab and a class of wnids.txt must come first,"
                     f" got {line!r}"
                 )
-            samples.append((self.folder / "val" / "images" / name, classes[label]))
+            samples.append((str(self.folder / "val" / "images" / name), classes[label]))
         if not samples:
             raise RuntimeError(f"{annotations} names no image")
         return samples
 
-    def _pixels(self, path: Path) -> np.ndarray:
+    def _pixels(self, path: str) -> np.ndarray:
         with Image.open(path) as image:
             try:
                 pixels = np.asarray(image.convert("RGB")).transpose(2, 0, 1)

@@ -9,6 +9,7 @@ from lightning.pytorch import LightningModule
 from lightning.pytorch.cli import LightningCLI, LRSchedulerCallable, OptimizerCallable
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import Tensor, nn
+from torchmetrics import Metric
 from torchmetrics.classification import MulticlassAccuracy
 
 from lightning_lowrank.configuration import check_integer, check_number, check_patterns
@@ -97,8 +98,7 @@ class Classifier(LightningModule):
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         """Return and log the batch's mean cross-entropy, smoothed by ``label_smoothing``."""
         inputs, targets = self.split_batch(batch)
-        logits = self(inputs)
-        loss = F.cross_entropy(logits, targets, label_smoothing=self.label_smoothing)
+        loss = self._loss(self(inputs), targets, self.label_smoothing)
         self.log("train_loss", loss, on_step=False, on_epoch=True, batch_size=targets.shape[0])
         return loss
 
@@ -127,13 +127,21 @@ class Classifier(LightningModule):
         return LightningCLI.configure_optimizers(self, optimizer, scheduler)
 
     def _evaluate(self, stage: str, batch: Any) -> None:
-        accuracy = self.val_accuracy if stage == "val" else self.test_accuracy
         inputs, targets = self.split_batch(batch)
-        logits = self(inputs)
-        loss = F.cross_entropy(logits, targets)
-        accuracy.update(logits, targets)
-        self.log(f"{stage}_loss", loss, batch_size=len(targets), prog_bar=True)
-        self.log(f"{stage}_acc", accuracy, batch_size=len(targets), prog_bar=True)
+        outputs = self(inputs)
+        self.log(f"{stage}_loss", self._loss(outputs, targets), batch_size=len(targets), prog_bar=True)
+        for name, metric in self._metrics(stage).items():
+            metric.update(self._predictions(outputs), targets)
+            self.log(f"{stage}_{name}", metric, batch_size=len(targets), prog_bar=True)
+
+    def _loss(self, outputs: Tensor, targets: Tensor, label_smoothing: float = 0.0) -> Tensor:
+        return F.cross_entropy(outputs, targets, label_smoothing=label_smoothing)
+
+    def _predictions(self, outputs: Tensor) -> Tensor:
+        return outputs.argmax(dim=1)
+
+    def _metrics(self, stage: str) -> dict[str, Metric]:
+        return {"acc": getattr(self, f"{stage}_accuracy")}
 
 
 def _find_num_classes(network: nn.Module) -> int:

@@ -142,41 +142,25 @@ class TextClassifier(Classifier):
             raise MisconfigurationException(
                 f"a batch to train on or evaluate must hold class indices as 'labels', and this one has {list(batch)}"
             )
-        return self.inputs_of(batch), batch["labels"]
-
-    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        """Return and log the batch's mean cross-entropy, smoothed by ``label_smoothing``, or mean squared error."""
-        if not self.regression:
-            return super().training_step(batch, batch_idx)
-        inputs, targets = self.split_batch(batch)
-        loss = F.mse_loss(self._numbers(inputs), targets.float())
-        self.log("train_loss", loss, on_step=False, on_epoch=True, batch_size=targets.shape[0])
-        return loss
+        return self.inputs_of(batch), batch["labels"].float() if self.regression else batch["labels"]
 
     def predict_step(self, batch: Any, batch_idx: int) -> dict[str, Tensor]:
         """Return ``probabilities``, ``(batch, num_labels)``, and the likeliest ``classes``; or ``values`` alone."""
         if self.regression:
-            return {"values": self._numbers(self.inputs_of(batch))}
+            return {"values": self._predictions(self(self.inputs_of(batch)))}
         return super().predict_step(batch, batch_idx)
 
-    def _numbers(self, inputs: Mapping[str, Tensor]) -> Tensor:
-        return self(inputs).squeeze(1).float()
-
-    def _evaluate(self, stage: str, batch: Any) -> None:
-        inputs, targets = self.split_batch(batch)
-        metrics: dict[str, Metric] = dict(getattr(self, f"{stage}_metrics").items())
+    def _loss(self, outputs: Tensor, targets: Tensor, label_smoothing: float = 0.0) -> Tensor:
         if self.regression:
-            found = self._numbers(inputs)
-            loss = F.mse_loss(found, targets.float())
-            targets = targets.float()
-        else:
-            logits = self(inputs)
-            loss, found = F.cross_entropy(logits.float(), targets), logits.argmax(dim=1)
-            metrics = {"acc": getattr(self, f"{stage}_accuracy"), **metrics}
-        self.log(f"{stage}_loss", loss, batch_size=len(targets), prog_bar=True)
-        for name, metric in metrics.items():
-            metric.update(found, targets)
-            self.log(f"{stage}_{name}", metric, batch_size=len(targets), prog_bar=True)
+            return F.mse_loss(self._predictions(outputs), targets)
+        return super()._loss(outputs if self.training else outputs.float(), targets, label_smoothing)
+
+    def _predictions(self, outputs: Tensor) -> Tensor:
+        return outputs.squeeze(1).float() if self.regression else super()._predictions(outputs)
+
+    def _metrics(self, stage: str) -> dict[str, Metric]:
+        further: Any = getattr(self, f"{stage}_metrics").items()
+        return {**({} if self.regression else super()._metrics(stage)), **dict(further)}
 
 
 class _Pearson(PearsonCorrCoef):

@@ -136,7 +136,7 @@ def edit_annotations(folder, edit):
     [
         (lambda folder: (folder / "wnids.txt").unlink(), r"wnids\.txt"),
         (lambda folder: (folder / "wnids.txt").write_text("n01\nn02\n"), r"wnids\.txt.*2.*8"),
-        (lambda folder: shutil.rmtree(class_folder(folder)), r"train/n\d+/images holds no image"),
+        (lambda folder: shutil.rmtree(class_folder(folder)), r"no valid file for the classes n\d+\."),
         (lambda folder: (folder / "val" / "val_annotations.txt").unlink(), r"val_annotations\.txt"),
         (lambda folder: edit_annotations(folder, lambda text: ""), r"val_annotations\.txt"),
         (
