@@ -29,7 +29,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 PAGE = ROOT / "docs" / "versions.md"
-PYTHONS = ((3, 10), (3, 11), (3, 12), (3, 13))
+PYTHONS = ((3, 10), (3, 11), (3, 12), (3, 13), (3, 14))
 SHOWN = ("torch", "lightning", "numpy")
 _COLUMNS = ("combination", "Python", *SHOWN, "quickstart", "tests", "of", "date")
 HEAD = f"| {' | '.join(_COLUMNS)} |\n|{'---|' * len(_COLUMNS)}\n"
