@@ -187,15 +187,23 @@ class RecipeParser(LightningArgumentParser):
 
 
 def _telling(message: str) -> list[str]:
-    """The useful lines of jsonargparse's message; a wrong type is followed by the value given."""
+    """The useful lines of jsonargparse's message, with the value that was given."""
     useful: list[str] = []
+    # The innermost value comes first; the outer ones are whole sections.
+    said = False
     for line in (line.strip().removeprefix("- ") for line in message.splitlines()):
         given = line.removeprefix("Given value: ")
-        # The innermost value comes first; the outer ones are whole sections.
-        if given != line and len(given) <= _LONGEST_VALUE and useful and useful[-1].startswith("Expected a <class"):
-            if "Got value" not in useful[-1]:
-                useful[-1] += f". Got value: {given}"
+        if given != line:
+            shown = given if len(given) <= _LONGEST_VALUE else f"{given[:_LONGEST_VALUE]}..."
+            if (
+                not said
+                and useful
+                and useful[-1].startswith(("Expected a <", "Expected a typing", "Parser key", "Type "))
+            ):
+                useful[-1] += ("" if useful[-1].endswith(":") else ".") + f" Got value: {shown}"
+            said = True
         elif line and not line.startswith(_PARSER_NOISE):
+            said = said or "Got value" in line
             useful.append(line)
     return useful
 

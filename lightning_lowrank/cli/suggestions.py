@@ -1,23 +1,94 @@
-"""Suggestions for misspelt keys and class names, added to the parser's message."""
+"""Clearer messages for wrong values and misspelt names, made from those of jsonargparse.
+
+A wrong value of an argument of this package's classes is described by the argument's type hint: what it may be, the
+value, and the most similar allowed value. Other unknown names get the most similar known name.
+"""
 
 from __future__ import annotations
 
 import difflib
+import functools
 import inspect
 import re
 import sys
-from collections.abc import Callable, Iterable
+import types
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from importlib import import_module
+from pathlib import Path
+from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
+
+from lightning_lowrank.arguments import listed
 
 _SECTIONS = "ckpt_path data federated lowrank lr_scheduler model optimizer seed_everything seeds trainer"
 _CLASSES_OF = ("lightning_lowrank", "lightning.pytorch", "torch.optim")
+_PACKAGE = "lightning_lowrank"
 _CLASS_PATH = re.compile(r"class_path[ =]'([\w.]+)'")
 _SIMILAR = 0.65
+_SHORTEST_PART = 3
+_MOST_HOLDING = 3
+_FILES = ".csv .json .jsonl .npy .npz .parquet .pkl .pt .pth .tsv .txt .yaml .yml"
+_ROOTS = {"federated": "lightning_lowrank.FederatedLoop", "lowrank": "lightning_lowrank.LowRank"}
+_FIRST = {"federated": "--federated.algorithm FedAvg", "lowrank": "--lowrank.factorization MatrixProduct"}
+_WORDS = {
+    int: "an integer",
+    float: "a number",
+    bool: "true or false",
+    str: "a text",
+    list: "a list",
+    dict: "a dictionary",
+    type(None): "null",
+}
+_OF_VALUES = (
+    r"no class is known as (?P<class>.+)",
+    r"Unexpected import path format: (?P<path>.+)",
+    r"Not a valid subclass of \w+\. Got value: (?P<object>.+)",
+    r"(?:Expected .*?)?Got value: (?P<value>.+)",
+    r"(?:Expected .*)?(?:Type .* class: )?(?:Problem with given class_path '(?P<file>[^']+)': )?"
+    r"(?:module .+|No module named .+)",
+)
+"""Ends of jsonargparse's messages about a value, and where the value is in them."""
+
+_MOST_NAMES = 12
+_CALLED = {
+    "fp16 float16 bf16 bfloat16": "Half",
+    "int8 int4 8bit 4bit": "Quantize",
+    "powersgd svd": "LowRankCodec",
+    "rfa geomed": "GeometricMedian",
+    "lora": "MatrixProduct",
+    "loha fedpara": "Hadamard",
+    "lokr": "BlockKronecker",
+    "equal": "uniform",
+    "parallel vmap": "vectorized",
+}
+"""Words of other libraries, and the values that they mean here."""
+
+_ELSEWHERE = {
+    "federated": {
+        "rounds num_rounds max_rounds n_rounds global_rounds comm_rounds": "--trainer.max_epochs: an epoch is a round",
+        "epochs num_epochs": "--federated.local_epochs for a client's epochs, --trainer.max_epochs for rounds",
+        "batch_size local_batch_size": "an argument of the data, such as --data.batch_size",
+        "lr local_lr learning_rate client_lr": "an argument of the model's optimizer, such as --model.optimizer.lr",
+        "num_clients n_clients total_clients": "--federated.clients",
+        "fraction fraction_fit participation sample_rate": "--federated.clients_per_round, a share or a count",
+        "strategy method aggregation": "--federated.algorithm",
+        "codec codecs compression compressor": "--federated.uplink and --federated.downlink, lists of codecs",
+    },
+    "lowrank": {
+        "r": "--lowrank.rank",
+        "lora_alpha": "--lowrank.alpha",
+        "lora_dropout": "--lowrank.dropout",
+        "target_modules targets layers modules only": "--lowrank.include, a list of layers' names",
+        "exclude_modules ignore": "--lowrank.exclude, a list of layers' names",
+        "compression sparsity": "--lowrank.budget or --lowrank.ratio, the share of parameters that is left",
+        "method type kind": "--lowrank.factorization",
+    },
+}
+"""Words of other libraries, and the arguments that they mean here."""
 
 
 def with_suggestions(message: str) -> str:
-    """A parser's message with the most similar known name after each unknown name.
+    """A parser's message as one clear sentence, or with the most similar known name after each unknown name.
 
     Example:
         >>> with_suggestions("Problem with given class_path 'torch.optim.SGD': Option 'momentun' is not accepted")
@@ -26,29 +97,268 @@ def with_suggestions(message: str) -> str:
 
     def suggested(match: re.Match[str], look_up: Callable[[re.Match[str]], tuple[str, Iterable[str]]]) -> str:
         word, known = look_up(match)
-        names = {name.lower(): name for name in known if not name.startswith("_")}
-        similar = difflib.get_close_matches(word.lower(), names, 1, _SIMILAR)
         # A valid name at the wrong place is no typo.
-        meant = similar and names[similar[0]] != word
-        return match[0] + (f" (did you mean {names[similar[0]]!r}?)" if meant else "")
+        meant = _most_similar(word, [name for name in known if name != word])
+        return match[0] + (f" (did you mean {meant!r}?)" if meant and word not in known else "")
 
-    misplaced = re.fullmatch(r'Parser key "(federated|lowrank)": no class is known as (.+)', message)
-    advice = _placed(misplaced[1], misplaced[2]) if misplaced else ""
-    if advice:
-        return f"{message}: {advice}"
+    described = _described(message) or _placed_elsewhere(message)
+    if described:
+        return described
     for pattern, look_up in _KINDS.items():
         message = re.sub(pattern, partial(suggested, look_up=look_up), message)
     return message
 
 
-def _placed(section: str, given: str) -> str:
-    """Where a class belongs that is given as a whole section, and what a partition of no class may mean."""
-    package = import_module("lightning_lowrank")
-    kind = getattr(package, given.rpartition(".")[2], None)
-    places = {"federated": (package.Algorithm, "algorithm"), "lowrank": (package.Factorization, "factorization")}
-    if section in places and isinstance(kind, type) and issubclass(kind, places[section][0]):
-        return f"it is the section's {places[section][1]}: --{section}.{places[section][1]} {kind.__name__}"
+def _most_similar(word: str, known: Iterable[str]) -> str:
+    """The known name that a word misspells or is a part of; empty if there is none."""
+    names = {name.lower(): name for name in known if not name.startswith("_")}
+    plain = word.lower()
+    similar = difflib.get_close_matches(plain, names, 1, _SIMILAR)
+    return names[similar[0]] if similar else ""
+
+
+def _described(message: str) -> str:
+    """The sentence for a wrong value of an argument of this package's classes; empty for any other message."""
+    keys = re.findall(r'Parser key "([\w.]+)": ', message)
+    where = list(re.finditer(r'(?:given class_path \'([\w.]+)\': )?Parser key "([\w.]+)": ?', message))
+    if not where or keys[:1] not in (["federated"], ["lowrank"]):
+        return ""
+    end = message[where[-1].end() :]
+    found = next((match for pattern in _OF_VALUES if (match := re.fullmatch(pattern, end))), None)
+    if found is None:
+        # A value of two allowed types: what each of them said.
+        found = re.fullmatch(r"Expected .+?(?:no class is known as|Unexpected import path format:) (?P<class>.+)", end)
+    value = next((text for text in found.groupdict().values() if text), "") if found else ""
+    failed_import = "No module named" in end or "has no attribute" in end
+    # What cannot be imported keeps its cause, but for a file, which was never meant to be imported.
+    if not found or not value or (failed_import and not _is_file(value)):
+        return ""
+    section = keys[0]
+    if len(where) == 1:
+        return _whole_section(section, value)
+    owner = where[-1][1]
+    if not owner or not owner.startswith(_PACKAGE):
+        return ""
+    name = where[-1][2]
+    hint = _hints(owner).get(name)
+    if hint is None:
+        return ""
+    place = ".".join([each[2] for each in where])
+    remedy = _remedy(place, hint, value, owner)
+    return f"{place} must be {_words(hint)}, got {value!r}{remedy and ': '}{remedy}"
+
+
+def _is_file(value: str) -> bool:
+    return "/" in value or "\\" in value or Path(value).suffix.lower() in _FILES.split()
+
+
+def _whole_section(section: str, value: str) -> str:
+    """The sentence for a value in the place of a whole section."""
+    kind = _known_classes().get(value.rpartition(".")[2])
+    option = _option_for(_ROOTS[section], kind)
+    if option:
+        return f"{section} must be the arguments of {_title(section)}, got {value!r}: give --{section}.{option} {value}"
+    file = f": give a file of settings by --config {value}" if _is_file(value) else f", such as {_FIRST[section]}"
+    return f"{section} must be the arguments of {_title(section)}, got {value!r}{file}"
+
+
+def _title(section: str) -> str:
+    return _ROOTS[section].rpartition(".")[2]
+
+
+def _remedy(place: str, hint: Any, value: str, owner: str) -> str:
+    """What to give in place of a value, if that can be guessed."""
+    literals, parts = _literals(hint), _parts(hint)
+    listing = any(get_origin(each) in (list, Sequence) for each in parts)
+    number = _number(value) if float in parts else ""
+    if number:
+        return number
+    word = value if _is_file(value) else value.rpartition(".")[2]
+    names = [kind.__name__ for base in _bases(hint) for kind in _kinds(base)]
+    if listing and re.fullmatch(r"\w+", value) and (word in (*names, *literals) or list[str] in parts):
+        return f"give a list, such as [{word}]"
+    known = _known_classes().get(word)
+    if names and word not in names and known:
+        return _own_place(word, known)
+    called = next((name for words, name in _CALLED.items() if word.lower() in words.split()), "")
+    holding = _holding(word, names)
+    if called in _known_classes() and called not in names and not holding:
+        return f"{word} is {called}: {_own_place(called, _known_classes()[called])}"
+    similar = _most_similar(word, [*names, *literals])
+    meant = [similar] if similar else holding or [called] * (called in (*names, *literals))
+    if place == "federated.partition" and not meant:
+        return _partition(value)
+    if _is_file(value):
+        return "a file of settings is given by --config" if value.endswith((".yaml", ".yml")) else ""
+    shown = " or ".join(f"[{name}]" if listing else repr(name) for name in meant)
+    return f"did you mean {shown}?" if meant else ""
+
+
+def _own_place(name: str, kind: type) -> str:
+    """Where a class belongs that is no value of an argument; empty if that is unknown."""
+    for section, root in _ROOTS.items():
+        option = _option_for(root, kind)
+        if kind.__name__ == root.rpartition(".")[2]:
+            return f"{name} is the section {section}"
+        if option:
+            return f"{name} is for {section}.{option}"
+    callback = getattr(import_module("lightning.pytorch"), "Callback", None)
+    return f"{name} is a callback, for trainer.callbacks" if callback and issubclass(kind, callback) else ""
+
+
+def _partition(value: str) -> str:
+    """The partition that a file's path, a column's name or indices were probably meant for."""
+    if value.endswith((".yaml", ".yml")):
+        return "a file of settings is given by --config"
+    option = "--federated.partition"
+    if _is_file(value):
+        return (
+            f"give {option} FromIndices {option}.indices {value} for a file of clients' indices, or {option} ByKey"
+            f" {option}.key COLUMN {option}.file {value} for a column of keys"
+        )
+    if value[:1] in "[{":
+        return f"give {option} FromIndices {option}.indices '{value}' for the indices of each client"
+    if re.fullmatch(r"[A-Za-z]\w*", value):
+        return (
+            f"give {option} ByKey {option}.key {value} for the column, or field of the samples, that names each"
+            " sample's client"
+        )
     return ""
+
+
+def _number(value: str) -> str:
+    """A percentage or a fraction as a number."""
+    percent = re.fullmatch(r"(\d+(?:\.\d+)?) ?%", value)
+    fraction = re.fullmatch(r"(\d+) ?/ ?([1-9]\d*)", value)
+    if percent:
+        return f"write {float(percent[1]) / 100:g}"
+    return f"write {int(fraction[1]) / int(fraction[2]):g}" if fraction else ""
+
+
+def _holding(word: str, names: Iterable[str]) -> list[str]:
+    """The names that hold a word, such as CoordinateMedian for median; none if they are many."""
+    holding = sorted(name for name in names if word.lower() in name.lower())
+    return holding if len(word) >= _SHORTEST_PART and len(holding) <= _MOST_HOLDING else []
+
+
+def _option_for(owner: str, kind: type | None) -> str:
+    """The argument of a class that takes an object of a kind; empty if none does."""
+    if kind is None:
+        return ""
+    fitting = [name for name, hint in _hints(owner).items() if any(issubclass(kind, base) for base in _bases(hint))]
+    return fitting[0] if fitting else ""
+
+
+def _placed_elsewhere(message: str) -> str:
+    """A message of an unknown argument of the two sections, with where it belongs; empty for any other message."""
+    match = re.fullmatch(
+        r"Parser key \"(federated|lowrank)\": Problem with given class_path '([\w.]+)': "
+        r"Option '(\w+)(?:\.[\w.]+)?' is not accepted",
+        message,
+    )
+    if not match or match[2] != _ROOTS[match[1]]:
+        return ""
+    section, name = match[1], match[3]
+    for words, place in _ELSEWHERE[section].items():
+        if name in words.split():
+            return f"{message}: give {place}"
+    if _most_similar(name, _parameters(match[2])):
+        return ""
+    having = {
+        f"--{section}.{option} {kind.__name__}"
+        for option, hint in _hints(match[2]).items()
+        for base in _bases(hint)
+        for kind in _kinds(base)
+        if name in _hints(f"{kind.__module__}.{kind.__name__}")
+    }
+    return f"{message}: it is an argument of {listed(sorted(having))}" if having else ""
+
+
+def _words(hint: Any) -> str:
+    """A type hint in words."""
+    parts = [part for part in _parts(hint) if part is not type(None)]
+    described = list(dict.fromkeys(map(_word, parts)))
+    if type(None) in _parts(hint):
+        described.append("null")
+    return " or ".join([", ".join(described[:-1]), described[-1]] if len(described) > 1 else described)
+
+
+def _word(part: Any) -> str:
+    origin = get_origin(part) or part
+    if origin is Literal:
+        return ("one of " if len(get_args(part)) > 1 else "") + ", ".join(map(repr, get_args(part)))
+    if origin is list and _bases(part):
+        return f"a list of {_names(_bases(part)[0], listing=True)}"
+    if origin is list and get_args(part):
+        return f"a list of {'lists' if get_origin(get_args(part)[0]) is list else _plural(get_args(part)[0])}"
+    if origin in _WORDS:
+        return _WORDS[origin]
+    if isinstance(origin, type) and origin.__module__.startswith(_PACKAGE):
+        return _names(origin)
+    if origin is Callable or getattr(origin, "__name__", "") == "Callable":
+        return "the import path of a function"
+    if isinstance(origin, type) and issubclass(origin, Iterable) and get_args(part):
+        inner = get_args(part)[0]
+        return f"a list of {', '.join(map(repr, get_args(inner)))}" if get_origin(inner) is Literal else "a list"
+    return str(getattr(origin, "__name__", origin))
+
+
+def _plural(kind: Any) -> str:
+    return {str: "texts", int: "integers", float: "numbers"}.get(kind, "values")
+
+
+def _names(base: type, listing: bool = False) -> str:
+    names = sorted(kind.__name__ for kind in _kinds(base))
+    shown = ", ".join(names) if len(names) <= _MOST_NAMES else listed(names)
+    return (f"{base.__name__} objects" if listing else f"{_article(base.__name__)} {base.__name__}") + (
+        f" ({shown})" if names not in ([], [base.__name__]) else ""
+    )
+
+
+def _article(word: str) -> str:
+    return "an" if word[0] in "AEIOU" else "a"
+
+
+def _parts(hint: Any) -> list[Any]:
+    """The types of a union; the type itself if it is none."""
+    return list(get_args(hint)) if get_origin(hint) in (Union, types.UnionType) else [hint]
+
+
+def _bases(hint: Any) -> list[type]:
+    """This package's classes in a type hint."""
+    inner = [each for part in _parts(hint) for each in ([part] if get_origin(part) is not list else get_args(part))]
+    return [each for each in inner if isinstance(each, type) and each.__module__.startswith(_PACKAGE)]
+
+
+def _literals(hint: Any) -> list[str]:
+    parts = [inner for part in _parts(hint) for inner in (part, *get_args(part))]
+    return [each for part in parts if get_origin(part) is Literal for each in map(str, get_args(part))]
+
+
+def _kinds(base: type) -> Iterable[type]:
+    """The classes of a kind that a recipe can name: those that this package exports."""
+    kinds = [kind for kind in _known_classes().values() if issubclass(kind, base) and not inspect.isabstract(kind)]
+    return [kind for kind in kinds if kind is not base] or kinds
+
+
+@functools.cache
+def _known_classes() -> Mapping[str, type]:
+    """The classes that this package exports, by name."""
+    package = import_module(_PACKAGE)
+    return {name: kind for name in dir(package) if isinstance(kind := getattr(package, name, None), type)}
+
+
+def _hints(path: str) -> Mapping[str, Any]:
+    """The type hints of a class's arguments, by name."""
+    module, _, name = path.rpartition(".")
+    try:
+        kind = getattr(import_module(module), name)
+        hints = get_type_hints(kind.__init__)
+        if path == _ROOTS["lowrank"]:
+            hints = {**get_type_hints(import_module("lightning_lowrank.layers").LowRankSettings.__init__), **hints}
+    except (ImportError, AttributeError, TypeError, NameError):
+        return {}
+    return {name: hint for name, hint in hints.items() if name not in ("return", "settings")}
 
 
 def _arguments(match: re.Match[str]) -> tuple[str, Iterable[str]]:
@@ -63,6 +373,8 @@ def _arguments(match: re.Match[str]) -> tuple[str, Iterable[str]]:
 
 def _parameters(path: str) -> Iterable[str]:
     module, _, name = path.rpartition(".")
+    if path in _ROOTS.values():
+        return list(_hints(path))
     try:
         return inspect.signature(getattr(import_module(module), name)).parameters
     except (ImportError, AttributeError, TypeError, ValueError):

@@ -93,7 +93,10 @@ class TopK(_Sparse):
         error_feedback: bool = False,
     ) -> None:
         if (share is None) == (count is None):
-            raise ValueError(f"exactly one of share and count must be given, but they are {share!r} and {count!r}.")
+            raise ValueError(
+                f"{type(self).__name__}: exactly one of share and count must be given, but they are {share!r} and"
+                f" {count!r}."
+            )
         if share is not None:
             check_number("share", share, above=0, most=1)
         if count is not None:

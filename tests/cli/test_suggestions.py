@@ -2,6 +2,8 @@
 
 import pytest
 
+from lightning_lowrank import FederatedLoop, LowRank
+from lightning_lowrank.cli.parser import RecipeParser
 from lightning_lowrank.cli.suggestions import with_suggestions
 
 FEDERATED = "Problem with given class_path 'lightning_lowrank.FederatedLoop': "
@@ -13,7 +15,7 @@ CASES = {
     FEDERATED + "Option 'init_arg.clients' is not accepted": "init_args",
     "Type Callable expects a function: Option 'momentun' is not accepted. Got value:"
     " Namespace(class_path='torch.optim.SGD')": "momentum",
-    'Parser key "federated": no class is known as FedMud': "FedMUD",
+    'Parser key "model": no class is known as FedMud': "FedMUD",
     "no class is known as ModelCheckpointt": "ModelCheckpoint",
     "module 'torch.optim' has no attribute 'SDG'": "SGD",
     "Subcommand 'fit' does not accept option 'modle.class_path'": "model",
@@ -25,18 +27,110 @@ CASES = {
 
 
 @pytest.mark.parametrize(
-    ("section", "given", "option"),
+    ("section", "given", "remedy"),
     [
         ("federated", "FedAvg", "--federated.algorithm FedAvg"),
-        ("federated", "lightning_lowrank.FedMUD", "--federated.algorithm FedMUD"),
+        ("federated", "lightning_lowrank.FedMUD", "--federated.algorithm lightning_lowrank.FedMUD"),
         ("lowrank", "BlockKronecker", "--lowrank.factorization BlockKronecker"),
-        ("lowrank", "FedAvg", ""),
+        ("lowrank", "8", "--lowrank.factorization MatrixProduct"),
     ],
 )
-def test_a_class_in_place_of_its_section_is_told_its_option(section, given, option):
-    message = f'Parser key "{section}": no class is known as {given}'
-    said = with_suggestions(message)
-    assert said == message if not option else said.endswith(option)
+def test_a_value_in_place_of_a_section_is_told_an_option(section, given, remedy):
+    said = with_suggestions(f'Parser key "{section}": no class is known as {given}')
+    assert said.startswith(section)
+    assert repr(given) in said
+    assert said.endswith(remedy)
+
+
+class _Refused(Exception):
+    """A parser's message."""
+
+
+@pytest.fixture(scope="module")
+def said():
+    """What the parser says of words."""
+    parser = RecipeParser()
+    parser.add_argument("--lowrank", type=LowRank | None)
+    parser.add_argument("--federated", type=FederatedLoop | None)
+
+    def refuse(status=0, message=None):
+        raise _Refused(message)
+
+    parser.exit = refuse
+
+    def of(*words):
+        with pytest.raises(_Refused) as error:
+            parser.parse_args(list(words))
+        return str(error.value).removeprefix("lightning-lowrank: ").strip()
+
+    return of
+
+
+@pytest.mark.parametrize(
+    ("option", "value", "meant"),
+    [
+        ("federated.partition", "user", ["ByKey", "--federated.partition.key user"]),
+        ("federated.partition", "users.csv", ["FromIndices", "--federated.partition.file users.csv"]),
+        ("federated.partition", "data/users", ["FromIndices", "ByKey"]),
+        ("federated.partition", "[[0, 1], [2]]", ["--federated.partition.indices '[[0, 1], [2]]'"]),
+        ("federated.partition", "own.yaml", ["--config"]),
+        ("federated.partition", "iid", ["did you mean 'IID'"]),
+        ("federated.partition", "0.5", ["ByKey, Dirichlet"]),
+        ("federated.partition", "FedAvg", ["federated.algorithm"]),
+        ("federated.algorithm", "Krum", ["federated.aggregator"]),
+        ("federated.algorithm", "DifferentialPrivacy", ["trainer.callbacks"]),
+        ("federated.algorithm", "LowRank", ["section lowrank"]),
+        ("federated.algorithm", "FedPara", ["Hadamard", "lowrank.factorization"]),
+        ("federated.algorithm", "3", ["FedAvg"]),
+        ("federated.aggregator", "median", ["'CoordinateMedian' or 'GeometricMedian'"]),
+        ("federated.uplink", "TopK", ["[TopK]"]),
+        ("federated.uplink", "fp16", ["[Half]"]),
+        ("federated.uplink", "8", ["Half, LowRankCodec"]),
+        ("federated.weighting", "Samples", ["did you mean 'samples'"]),
+        ("federated.weighting", "loss", ["'uniform'", "function"]),
+        ("federated.availability", "users.csv", ["a list of numbers, a dictionary"]),
+        ("federated.data_on_device", "cuda", ["true or false or 'auto'"]),
+        ("federated.clients_per_round", "50%", ["an integer, a number or null", "write 0.5"]),
+        ("federated.client_dropout", "1/4", ["write 0.25"]),
+        ("federated.allow_changes", "counter", ["[counter]"]),
+        ("lowrank.factorization", "Tucker", ["CP, CoreProduct"]),
+        ("lowrank.factorization", "kronecker", ["did you mean 'BlockKronecker'"]),
+        ("lowrank.skip", "last", ["[last]"]),
+        ("lowrank.rank", "eight", ["an integer, a dictionary or null"]),
+    ],
+)
+def test_a_wrong_value_is_told_what_the_argument_may_be(said, option, value, meant):
+    message = said(f"--{option}", value)
+    assert message.startswith(f"{option} must be ")
+    assert f"got {value!r}" in message
+    # Classes of another kind, such as Lightning's Tuner for user, are never suggested.
+    assert "Tuner" not in message
+    assert "FedInc" not in message
+    for words in meant:
+        assert words in message
+
+
+@pytest.mark.parametrize(
+    ("option", "meant"),
+    [
+        ("federated.num_clients", "--federated.clients"),
+        ("federated.rounds", "--trainer.max_epochs"),
+        ("federated.mu", "FedProx"),
+        ("federated.batch_size", "--data.batch_size"),
+        ("lowrank.target_modules", "--lowrank.include"),
+        ("lowrank.buget", "'budget'"),
+        ("lowrank.qqqqqq", "not accepted"),
+    ],
+)
+def test_an_unknown_argument_is_told_where_it_belongs(said, option, meant):
+    message = said(f"--{option}", "1")
+    assert f"Option {option.partition('.')[2]!r} is not accepted" in message
+    assert meant in message
+
+
+def test_an_import_that_fails_keeps_its_cause(said):
+    assert "No module named 'nowhere'" in said("--federated.partition", "nowhere.Mine")
+    assert "No module named 'nowhere'" in said("--federated.availability", "nowhere.mine")
 
 
 @pytest.mark.parametrize("message", CASES)
