@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import difflib
+import errno
 import sys
 from collections.abc import Callable
 from importlib import import_module
@@ -54,7 +55,8 @@ def main(args: ArgsType = None) -> None:
     except Exception as error:
         from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
-        if not isinstance(error, MisconfigurationException):
+        full = isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT)
+        if not isinstance(error, MisconfigurationException) and not full:
             raise
         from lightning_lowrank.arguments import printable
 

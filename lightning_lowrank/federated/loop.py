@@ -61,7 +61,7 @@ from lightning_lowrank.federated.progress import Progress
 from lightning_lowrank.federated.protocols import inherits
 from lightning_lowrank.federated.rounds import Rounds
 from lightning_lowrank.federated.run_facts import RunFacts
-from lightning_lowrank.federated.safe_files import written_whole
+from lightning_lowrank.federated.safe_files import name_full_disk, written_whole
 from lightning_lowrank.federated.schedule_length import ScheduleLength
 from lightning_lowrank.federated.settings import FederatedSettings
 from lightning_lowrank.federated.state import Server
@@ -334,6 +334,7 @@ class FederatedLoop(FederatedSettings, Callback):
 
     def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
         """Leave the last global model in the module, and the trainer as it was."""
+        name_full_disk(exception, trainer)
         if self._data is not None:
             self._data.stop()
         if self._rounds is not None:

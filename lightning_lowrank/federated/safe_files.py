@@ -21,6 +21,7 @@ from lightning.pytorch.plugins.io import TorchCheckpointIO
 from lightning.pytorch.utilities import rank_zero_warn
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
+from lightning_lowrank.arguments import listed
 from lightning_lowrank.internals.replaced import replaced
 
 _UNFINISHED = ".part"
@@ -166,6 +167,44 @@ class WholeCheckpoints(TorchCheckpointIO):
 def _full(folder: Path) -> int | None:
     """The number of the error of a full disk, if the folder's is full."""
     return errno.ENOSPC if shutil.disk_usage(folder).free < _LEAST_FREE else None
+
+
+def name_full_disk(error: BaseException, trainer: Any) -> None:
+    """Have an error of a full disk, such as that of a logger, name the run's folders on it and what helps.
+
+    Lightning finalizes the loggers next. One that fails on the same disk does not take the error's place.
+    """
+    if not isinstance(error, OSError) or error.errno not in _FULL:
+        return
+    loggers = {str(folder) for each in trainer.loggers if (folder := each.log_dir or each.save_dir)}
+    checkpoints = {str(each.dirpath) for each in trainer.checkpoint_callbacks if getattr(each, "dirpath", None)}
+    folders = sorted(loggers | checkpoints) or [str(trainer.default_root_dir)]
+    full = [folder for folder in folders if _full(_existing(Path(folder)))] or folders
+    error.strerror = (
+        f"{os.strerror(error.errno)}: the run writes into {listed(full)}. Free space there, or give another folder by"
+        " Trainer(default_root_dir=...), the logger's save_dir or ModelCheckpoint(dirpath=...)"
+    )
+    for logger in trainer.loggers:
+        _finalize_without_space(logger)
+
+
+def _existing(folder: Path) -> Path:
+    return next(each for each in (folder.absolute(), *folder.absolute().parents) if each.exists())
+
+
+def _finalize_without_space(logger: Any) -> None:
+    """Have a logger's next ``finalize`` pass over a full disk."""
+    finalize = logger.finalize
+
+    def pass_over(status: str) -> None:
+        vars(logger).pop("finalize", None)
+        try:
+            finalize(status)
+        except OSError as error:
+            if error.errno not in _FULL:
+                raise
+
+    logger.finalize = pass_over
 
 
 def written_whole(trainer: Any) -> AbstractContextManager[None]:

@@ -13,6 +13,7 @@ import lightning.pytorch as pl
 import pytest
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.plugins.io import TorchCheckpointIO
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
@@ -25,7 +26,8 @@ from tests.helpers import Data, Module, fit, trainer
 def make_run(folder, **arguments):
     loop = FederatedLoop(FedAvg(), clients=3, summary=False)
     kept = ModelCheckpoint(folder, "{epoch}", save_top_k=-1, save_last=True)
-    fit(trainer(folder, loop, kept, max_epochs=2), Module(), Data(), **arguments)
+    settings = {name: arguments.pop(name) for name in ("logger",) if name in arguments}
+    fit(trainer(folder, loop, kept, max_epochs=2, **settings), Module(), Data(), **arguments)
 
 
 @pytest.fixture
@@ -179,3 +181,33 @@ def test_what_is_cleared(tmp_path):
         safe_files.clear_left_behind((tmp_path / name, mark) for name, mark in marks.items())
     kept = {"in use", "running", "elsewhere", "old elsewhere", "no mark"}
     assert {each.name for each in tmp_path.iterdir()} == kept
+
+
+@pytest.mark.parametrize("call", [0, 1])
+def test_a_full_disk_under_a_logger_is_named_once(tmp_path, monkeypatch, call):
+    """The folder and what helps; the logger's `finalize`, which fails too, does not take the error's place."""
+    logger = CSVLogger(tmp_path / "runs", flush_logs_every_n_steps=1)
+    writes = []
+
+    def save(self):
+        writes.append(call)
+        if len(writes) > call:
+            raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr("lightning.fabric.loggers.csv_logs._ExperimentWriter.save", save)
+    with pytest.raises(OSError, match=rf"{tmp_path}/runs/.*default_root_dir") as error:
+        make_run(tmp_path, logger=logger)
+    assert error.value.errno == errno.ENOSPC
+    assert error.value.__context__ is None
+    assert "finalize" not in vars(logger)
+    assert len(writes) > call + 1
+
+
+def test_another_error_of_a_logger_is_as_it_was(tmp_path, monkeypatch):
+    def save(self):
+        raise PermissionError(errno.EACCES, "Permission denied", "metrics.csv")
+
+    monkeypatch.setattr("lightning.fabric.loggers.csv_logs._ExperimentWriter.save", save)
+    with pytest.raises(PermissionError) as error:
+        make_run(tmp_path, logger=CSVLogger(tmp_path / "runs"))
+    assert str(error.value) == "[Errno 13] Permission denied: 'metrics.csv'"
