@@ -226,8 +226,8 @@ def check_factor_gradients(
     if not unseen:
         return
     said = (
-        f"the first step gives no gradient to the factors of {listed(unseen)}: the module computes with something else,"
-        " such as a weight that it read before LowRank converted the layer. Leave such layers out:"
+        f"the first step gives no gradient to the factors of {listed(unseen)}: the step does not use these layers, or"
+        " uses a weight that the module read before LowRank converted them. Leave such layers out:"
         f" LowRank(exclude={unseen[:3]})."
     )
     if len(unseen) == trained:
