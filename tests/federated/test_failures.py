@@ -592,3 +592,20 @@ def test_batch_norm_of_a_batch_that_the_module_cuts_is_reported_as_any_error(tmp
         run(
             tmp_path, Cutting(network(norm=nn.BatchNorm1d)), partition=FromIndices([list(range(8)), list(range(8, 16))])
         )
+
+
+def test_another_client_of_the_same_error_is_named_with_its_reason(tmp_path):
+    class CutsFours(Module):
+        def loss(self, batch):
+            return super().loss((batch[0][:1], batch[1][:1]) if len(batch[0]) == 4 else batch)
+
+    parts = FromIndices([list(range(9)), list(range(9, 13)), list(range(13, 29))])
+    loop = FederatedLoop(FedAvg(), partition=parts, seed=0, summary=False)
+    fitted = trainer(tmp_path, loop, limit_val_batches=0, max_epochs=1)
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        fitted.fit(CutsFours(network(norm=nn.BatchNorm1d)), Data())
+    said = [str(each.message) for each in told if " without " in str(each.message)]
+    assert len(said) == 2
+    assert "a client, whose last batch has one sample: 0." in said[0]
+    assert "without client 1: ValueError: Expected more than 1" in said[1]
