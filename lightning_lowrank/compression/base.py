@@ -33,23 +33,23 @@ Memory = Mapping[str, Any]
 
 
 class Codec(Configured, ABC):
-    """How named tensors become bytes, and what of them arrives on the other side.
+    """An encoding of named tensors as bytes, exact or lossy.
 
     Names, types and shapes travel with the numbers. A decoder is a codec that was built with the same arguments. It
-    needs nothing else but the bytes, not even the seed of a codec that draws random numbers. One that reads what others
-    send is given a `Schema` as well.
+    needs nothing else but the bytes, not even the seed of a codec that draws random numbers. A decoder of untrusted
+    bytes is given a `Schema` as well.
 
     Attributes:
-        unbiased: Whether the expectation of what arrives, over seeds, is what was sent. Default False.
-        error_feedback: Whether a `Channel` that starts with this codec keeps what the codec loses and adds it to the
+        unbiased: Whether the decoded tensors equal the encoded ones in expectation over seeds. Default False.
+        error_feedback: Whether a `Channel` that starts with this codec keeps the compression error and adds it to the
             next message. The codec by itself ignores it. Default False.
         sparse: Whether the numbers or directions that are not sent arrive as zeros. Default False.
-        additive: Whether what arrives of a sum is the sum of what arrives. So it is where each number arrives as it is,
-            or as zero by a choice that both sides know. Default False.
-        expands: Why the loss may be larger than what is sent, so that error feedback would diverge, and what to use
-            instead. Default: empty, for it is not.
+        additive: Whether the decoded sum of messages is the sum of the decoded messages. It is if each number arrives
+            exactly, or as zero at positions that sender and receiver both know. Default False.
+        expands: Why the compression error may exceed the message, so that error feedback would diverge, and what to use
+            instead. Default: empty, because the error is never larger.
         adaptive: Whether the length of the encoding depends on the numbers. `nbytes` of meta tensors is then about the
-            largest, and at least half of any. Default False.
+            largest length, and at least half of any. Default False.
     """
 
     unbiased: bool = False
@@ -69,8 +69,8 @@ class Codec(Configured, ABC):
 
         Args:
             data: The bytes.
-            schema: Names, types and shapes of the tensors, which are then held against those that the bytes claim
-                before memory of that size is allocated. Default: any are taken.
+            schema: Names, types and shapes of the tensors, which are compared with those that the bytes claim
+                before memory of that size is allocated. Default: all are accepted.
 
         Raises:
             DecodingError: If no codec of these arguments writes such bytes, or the tensors do not fit ``schema``.
@@ -85,21 +85,22 @@ class Codec(Configured, ABC):
         return len(self.encode(zeros))
 
     def transmit(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Return what ``decode(encode(tensors))`` gives, bit for bit, on the tensors' own devices.
+        """The result of ``decode(encode(tensors))``, bit for bit, on the tensors' own devices.
 
-        No gradient flows through the result. What a codec does not change may share memory with what was given.
+        No gradient flows through the result. Tensors that a codec leaves unchanged may share memory with the given
+        ones.
         """
         decoded = self.decode(self.encode(tensors))
         return {name: decoded[name].to(tensor.device) for name, tensor in tensors.items()}
 
     def transmit_and_keep(self, tensors: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], Memory]:
-        """Return the result of `transmit`, and the memory that the sender's next message is `started` from."""
+        """The result of `transmit`, and the memory to pass to `started` for the sender's next message."""
         return self.transmit(tensors), {}
 
     def started(self, memory: Memory) -> Self:
-        """Return a copy that encodes a message after the one that left ``memory``; the codec itself if it keeps none.
+        """A copy that encodes the message after the one that returned ``memory``; the codec itself if it has no memory.
 
-        A decoder needs no memory. A codec that is not started from one encodes a sender's first message.
+        A decoder needs no memory. A codec that was not started encodes a sender's first message.
         """
         return self
 
@@ -116,9 +117,9 @@ class Codec(Configured, ABC):
 
 
 def check_feedback(codec: Codec) -> None:
-    """Refuse error feedback around a codec whose loss may be larger than what is sent, with a ``ValueError``."""
+    """Raise a ``ValueError`` for error feedback around a codec whose compression error may exceed the message."""
     if codec.error_feedback and codec.expands:
-        raise ValueError(f"error_feedback=True diverges where the loss may exceed what is sent: {codec.expands}.")
+        raise ValueError(f"error_feedback=True diverges if the loss may exceed the message: {codec.expands}.")
 
 
 class FloatingCodec(Codec, Generic[Codes]):
@@ -126,7 +127,7 @@ class FloatingCodec(Codec, Generic[Codes]):
 
     Such tensors become floating-point values, which another codec may compress further, and codes (positions, signs,
     levels), which are final. Integers, booleans and every other type travel exactly. A subclass implements `compress`
-    and `restore`, and states in `entries` which floating-point values `compress` leaves. If it also leaves codes, it
+    and `restore`, and states in `entries` which floating-point values `compress` returns. If it also returns codes, it
     implements `lengths`, `pack` and `unpack`. Encoding, decoding, sizes and chains (`Chain`) follow from these.
 
     A decoder compares the length of every received part with `lengths` and `entries` before it allocates anything.
@@ -156,7 +157,7 @@ class FloatingCodec(Codec, Generic[Codes]):
 
     @abstractmethod
     def entries(self, layout: Layout, parts: Mapping[str, Tensor] | None = None) -> dict[str, Entry]:
-        """Return types and shapes of the floating-point values that `compress` leaves, by any names.
+        """Types and shapes of the floating-point values that `compress` returns, under names of the codec's choice.
 
         Args:
             layout: Types and shapes of the tensors.
@@ -172,7 +173,7 @@ class FloatingCodec(Codec, Generic[Codes]):
 
     @abstractmethod
     def restore(self, values: Mapping[str, Tensor], codes: Codes, layout: Layout) -> dict[str, Tensor]:
-        """Return the floating-point tensors for values and codes, on the device of the values."""
+        """Rebuild the floating-point tensors from values and codes, on the device of the values."""
 
     def lengths(self, layout: Layout, parts: Mapping[str, Tensor] | None = None) -> dict[str, int]:
         """Return the length in bytes of every part that `pack` returns.
@@ -191,7 +192,7 @@ class FloatingCodec(Codec, Generic[Codes]):
         return {}
 
     def unpack(self, parts: Mapping[str, Tensor], layout: Layout) -> Codes:
-        """Return the codes from parts of the right lengths.
+        """Inverse of `pack`, for parts whose lengths have been checked.
 
         Raises:
             DecodingError: If `pack` never returns such parts.
@@ -199,7 +200,7 @@ class FloatingCodec(Codec, Generic[Codes]):
         return None  # type: ignore[return-value]  # a codec without codes
 
     def kept(self, codes: Codes) -> Memory:
-        """Return the memory that the sender's next message is `started` from."""
+        """The memory to pass to `started` for the sender's next message."""
         return {}
 
     @override
@@ -249,7 +250,7 @@ class FloatingCodec(Codec, Generic[Codes]):
         return arrived, self.kept(codes)
 
     def check_lengths(self, parts: Mapping[str, Tensor], lengths: Mapping[str, int]) -> None:
-        """Raise a `DecodingError` for a received part that does not have the length it needs."""
+        """Raise a `DecodingError` for a received part of a wrong length."""
         for name in sorted(lengths):
             if parts[name].numel() != lengths[name]:
                 raise DecodingError(

@@ -1,4 +1,4 @@
-"""Several codecs in a row: what one leaves as floating-point values, the next compresses further."""
+"""Chains of codecs, in which each codec compresses the floating-point values of the one before."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ class Chain(FloatingCodec[list[tuple[Layout, Any]]]):
         self.values_part = _part(len(self.codecs) - 1, self.codecs[-1].values_part)
 
     def seeded(self, seed: int) -> Self:
-        """Return a copy whose codecs draw from seeds of their own, the first from ``seed`` itself."""
+        """A copy whose codecs have different seeds, the first one ``seed`` itself."""
         other = copy.copy(self)
         other.codecs = [
             codec.seeded(derive_seed(seed, "chain", place) if place else seed)
@@ -102,7 +102,7 @@ class Chain(FloatingCodec[list[tuple[Layout, Any]]]):
     def compress(
         self, tensors: Mapping[str, Tensor], layout: Layout
     ) -> tuple[dict[str, Tensor], list[tuple[Layout, Any]]]:
-        """Return the last codec's values, and for each codec the layout that it was given and its codes."""
+        """The last codec's values, and each codec's input layout and codes."""
         values, codes = dict(tensors), []
         for codec in self.codecs:
             values, own = codec.compress({name: values[name] for name in layout.floating}, layout)
@@ -131,7 +131,7 @@ class Chain(FloatingCodec[list[tuple[Layout, Any]]]):
     def _stages(
         self, layout: Layout, parts: Mapping[str, Tensor] | None
     ) -> Iterator[tuple[FloatingCodec[Any], Layout, dict[str, Tensor] | None]]:
-        """Yield each codec, the layout of what it compresses, and in a decoder its own parts, of checked lengths."""
+        """Yield each codec, its input layout and, in a decoder, its received parts, whose lengths are checked here."""
         for place, codec in enumerate(self.codecs):
             own = None
             if parts is not None:
@@ -142,9 +142,9 @@ class Chain(FloatingCodec[list[tuple[Layout, Any]]]):
 
 
 def chained(codec: Codec, following: Sequence[FloatingCodec[Any]]) -> Codec:
-    """Return a codec that passes what ``codec`` leaves through the ``following`` ones.
+    """A codec that passes the floating-point values of ``codec`` through the ``following`` codecs.
 
-    What `Dense` sends stays exact, also within a `Split`.
+    Tensors that `Dense` encodes stay exact, also within a `Split`.
 
     Raises:
         TypeError: If one of the codecs cannot be part of a `Chain`.

@@ -26,7 +26,7 @@ class Packet:
     Args:
         tensors: The encoded tensors: differences, where there is a reference.
         codec: Their codec.
-        received: What the other side holds afterwards, on the tensors' own devices.
+        received: The message as the receiver decodes it, on the tensors' own devices.
         residual: Added to the next message; empty without error feedback.
         memory: What the sender's codecs start the next message from; empty for most.
         length: Length in bytes of the encoding; ``None``: that of the encoding of ``tensors``.
@@ -41,22 +41,22 @@ class Packet:
 
     @cached_property
     def nbytes(self) -> int:
-        """Length in bytes of what `encode` returns."""
+        """Length in bytes of the encoding."""
         if self.length is not None:
             return self.length
         return self.codec.nbytes(self.tensors) if self.tensors else 0
 
     def encode(self) -> bytes:
-        """Return the bytes that cross the wire; none if there is nothing to send."""
+        """The encoded message; empty bytes if it has no tensors."""
         return self.codec.encode(self.tensors) if self.tensors else b""
 
 
 class Channel:
-    r"""Codecs that every message of one direction passes.
+    r"""The codecs of all messages in one direction, with differences to a reference and error feedback.
 
-    With codecs, floating-point tensors for which both sides know a reference are sent as differences to it. With error
-    feedback, the sender keeps what the codecs lose and adds it to its next message: from a message :math:`x` (the
-    differences) and its residual :math:`e`, which is zero at first, it sends
+    With codecs, floating-point tensors are sent as differences to a reference, if sender and receiver have one. With
+    error feedback, the sender keeps the compression error and adds it to its next message: from a message :math:`x`
+    (the differences) and its residual :math:`e`, which is zero at first, it sends
 
     .. math:: c = C(x + e), \qquad e \leftarrow x + e - c,
 
@@ -117,12 +117,12 @@ class Channel:
         memory: Memory | None = None,
         own: Codec | None = None,
     ) -> Packet:
-        """Return a message as it is sent, what of it arrives, and the new residual.
+        """Compress a message; the packet has its encoding, the decoded tensors and the new residual.
 
         Args:
             tensors: The message.
-            reference: Tensors that both sides hold. A floating-point tensor of the same name and shape is sent as
-                its difference to it, computed in the tensor's type, but at least in float32. Default: nothing.
+            reference: Tensors that sender and receiver both have. A floating-point tensor of the same name and shape is
+                sent as its difference to it, computed in the tensor's type, but at least in float32. Default: nothing.
             exact: Names of tensors that the channel's codecs leave alone. Tensors that are not of floating-point
                 numbers are left alone anyway. Default: none.
             seed: Seed of the channel's codecs; use a different one for each message.
@@ -181,15 +181,15 @@ class Channel:
         own: Codec | None = None,
         schema: Schema | None = None,
     ) -> dict[str, Tensor]:
-        """Return the message, on the CPU, bit for bit as the sender's `Packet.received` has it.
+        """Decode a message on the CPU; the result equals the sender's `Packet.received` bit for bit.
 
         Args:
-            data: What `Packet.encode` returned.
+            data: The bytes of `Packet.encode`.
             reference: As it was given to `send`.
             exact: As it was given to `send`.
             own: As it was given to `send`, or a codec of the same arguments.
-            schema: What the message must be. Then bytes of more than twice its encoding's length are refused unread,
-                and no memory is allocated before the names, types and shapes that they claim are found to be these.
+            schema: The message's names, types and shapes. Bytes of more than twice its encoding's length are refused
+                unread, and no memory is allocated before the names, types and shapes in the bytes are found equal.
 
         Raises:
             DecodingError: If no sender with these arguments writes such bytes, or the message does not fit ``schema``.
@@ -205,7 +205,7 @@ class Channel:
         return {name: _added(tensor, references.get(name)) for name, tensor in tensors.items()}
 
     def nbytes(self, tensors: Mapping[str, Tensor], *, exact: Collection[str] = (), own: Codec | None = None) -> int:
-        """Return how many bytes a message of these names, types and shapes takes; meta tensors will do.
+        """Length in bytes of a message with these names, types and shapes; meta tensors are enough.
 
         The arguments are those of `send`.
         """
@@ -221,18 +221,18 @@ class Channel:
 
 
 def _check_length(length: int, expected: int) -> None:
-    """Refuse bytes of another length than a message of ``expected`` bytes could have."""
+    """Refuse bytes whose length rules out a message of ``expected`` bytes."""
     if not expected and length:
-        raise DecodingError(f"{length:,} bytes came, and this method sends nothing.")
+        raise DecodingError(f"{length:,} bytes came, but this method sends nothing.")
     if expected and not length:
-        raise DecodingError("nothing came, and this method sends tensors.")
-    # A codec whose masks are the sender's choice may send more numbers than this side's would.
+        raise DecodingError("nothing came, but this method sends tensors.")
+    # If the sender chooses the masks, its message may have more numbers than the receiver's codec expects.
     if length > 2 * expected:
         raise DecodingError(f"{length:,} bytes came, and what is expected here has at most {2 * expected:,}.")
 
 
 def _differing(tensors: Mapping[str, Tensor], reference: Mapping[str, Tensor], exact: Collection[str]) -> list[str]:
-    """Return the names of the tensors that are sent as differences."""
+    """Names of the tensors that are sent as differences to the reference."""
     return [
         name
         for name, tensor in tensors.items()

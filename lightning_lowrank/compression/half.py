@@ -1,4 +1,4 @@
-"""Numbers in sixteen bits: half of float32's bytes, for any payload whose numbers need no more digits."""
+"""Floating-point numbers rounded to 16 bits: half of float32's bytes."""
 
 from __future__ import annotations
 

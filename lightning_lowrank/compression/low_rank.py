@@ -27,7 +27,7 @@ _PRODUCT = MatrixProduct()
 
 @dataclass(frozen=True)
 class Factors:
-    """What a `LowRankCodec` leaves beside the singular vectors.
+    """The codes of a `LowRankCodec`: ranks, singular values, and right vectors for the sender's next message.
 
     Args:
         ranks: The rank of each floating-point tensor, 0 for one that is sent dense.
@@ -64,8 +64,8 @@ class LowRankCodec(RandomCodec[Factors]):
     keeps nothing, since both factors travel. By itself, as in `encode`, the codec begins with drawn vectors. A single
     iteration from these is far from the largest vectors, so that a sender without state should use ``method="svd"``.
 
-    The codec is for changes. Give it ``error_feedback=True`` wherever the sender has a next message, for what is
-    orthogonal to the vectors is lost otherwise.
+    The codec is for changes. Give it ``error_feedback=True`` if the sender has a next message: the part of a
+    change that is orthogonal to the vectors is lost otherwise.
 
     Args:
         rank: The rank of each matrix.
@@ -135,7 +135,7 @@ class LowRankCodec(RandomCodec[Factors]):
         return dict(codes.right) if self._iterates else {}
 
     def entries(self, layout: Layout, parts: Mapping[str, Tensor] | None = None) -> dict[str, Entry]:
-        """Return two rows of vectors for each matrix, and the shapes of the dense tensors.
+        """Types and shapes of the left and right vectors of each matrix, and of the tensors that are sent dense.
 
         Without the ``parts`` of an adaptive codec, all tensors are dense, which is the largest encoding.
         """
@@ -181,7 +181,7 @@ class LowRankCodec(RandomCodec[Factors]):
         return lengths if self.energy is None else {**lengths, "ranks": 4 * len(ranks)}
 
     def pack(self, codes: Factors, layout: Layout) -> dict[str, Tensor]:
-        """Return the singular values and, of an adaptive codec, the ranks as 32-bit integers."""
+        """The singular values and, if the codec is adaptive, the ranks as 32-bit integers."""
         packed = {"scales": join([codes.scales[name] for name in _scale_entries(layout, codes.ranks)])}
         if self.energy is not None:
             ranks = [codes.ranks[name] for name in layout.floating]
@@ -193,10 +193,10 @@ class LowRankCodec(RandomCodec[Factors]):
         return Factors(ranks, split(parts["scales"], _scale_entries(layout, ranks)), {})
 
     def _ranks(self, layout: Layout, parts: Mapping[str, Tensor] | None = None) -> dict[str, int]:
-        """Return each tensor's rank, 0 for dense, from the layout or the received parts of an adaptive codec.
+        """Each tensor's rank, 0 for dense, from the layout or from the parts that an adaptive codec received.
 
         Raises:
-            DecodingError: If the parts have ranks of which no encoder writes one.
+            DecodingError: If a received rank is out of range.
             ValueError: If a matrix has too many numbers.
         """
         largest = _largest(layout)
@@ -215,20 +215,20 @@ class LowRankCodec(RandomCodec[Factors]):
         ranks = dict(zip(largest, parts["ranks"].clone().view(torch.int32).tolist(), strict=True))
         for name, rank in ranks.items():
             if not 0 <= rank <= largest[name]:
-                raise DecodingError(f"the rank of tensor {name[:80]!r} is {rank}, and at most {largest[name]}.")
+                raise DecodingError(f"the rank of tensor {name[:80]!r} is {rank}, but can be at most {largest[name]}.")
         return ranks
 
     def _factors(self, name: str, matrix: Tensor, rank: int) -> tuple[Tensor, Tensor, Tensor]:
-        """Return left vectors, singular values and right vectors of a matrix, at most ``rank``; vectors are rows.
+        """At most ``rank`` left vectors, singular values and right vectors of a matrix; vectors are rows.
 
-        None are returned where an energy needs more than ``rank``.
+        The result is empty if the energy needs more than ``rank``.
         """
         if self._iterates:
             return _iterated(matrix, self._start(name, matrix, rank))
         finite = matrix.isfinite().all()
         left, scale, right = torch.linalg.svd(torch.where(finite, matrix, 0.0), full_matrices=False)
         if self.energy is not None:
-            # Squares of shares neither overflow nor vanish, nor need float64, which some devices lack.
+            # Divided by the largest, the squares neither overflow nor vanish in float32; some devices lack float64.
             total = (scale / scale[0].clamp_min(torch.finfo(scale.dtype).tiny)).square().cumsum(0)
             needed = int((total < self.energy * total[-1]).sum()) + 1
             rank = needed if needed <= rank else 0
@@ -236,7 +236,7 @@ class LowRankCodec(RandomCodec[Factors]):
         return left[:, :rank].mT.contiguous(), scale, right[:rank].contiguous()
 
     def _start(self, name: str, matrix: Tensor, rank: int) -> Tensor:
-        """Return the right vectors that the iteration begins with, as rows."""
+        """The right vectors that the iteration starts from, as rows."""
         shape = rank, matrix.shape[1]
         kept = self._memory.get(name)
         if not isinstance(kept, Tensor) or kept.shape != shape:
@@ -250,21 +250,21 @@ class LowRankCodec(RandomCodec[Factors]):
 
 
 def _iterated(matrix: Tensor, start: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Return left vectors, lengths and right vectors of one subspace iteration; vectors are rows."""
+    """Left vectors, lengths and right vectors after one subspace iteration; vectors are rows."""
     left = torch.linalg.qr(matrix @ start.mT).Q
     right = left.mT @ matrix
-    # Squares of shares neither overflow nor vanish. What is not finite is so in all of the vectors.
+    # Divided by the largest, the squares neither overflow nor vanish. NaN and infinity spread to all vectors.
     largest = right.abs().amax()
     shares = right / torch.where(largest > 0, largest, 1.0)
     lengths = torch.linalg.vector_norm(shares, dim=1)
-    # What rounding leaves of a direction that the matrix does not have is no start for the next one.
+    # A right vector of rounding noise becomes zero: the next message then starts from a newly drawn vector.
     noise = torch.finfo(matrix.dtype).eps * max(matrix.shape) * lengths.amax()
     right = torch.where((lengths > noise)[:, None], shares / lengths[:, None], 0.0)
     return left.mT.contiguous(), lengths * largest, right
 
 
 def _product(left: Tensor, right: Tensor) -> Tensor:
-    """Return the sum of outer products of rows, added one after another: the same bits on every device."""
+    """The sum of the rows' outer products, added in order, so that every device gives the same bits."""
     total = left[0][:, None] * right[0]
     term = torch.empty_like(total)
     for one, other in zip(left[1:], right[1:], strict=True):
@@ -277,7 +277,7 @@ def _wide(dtype: torch.dtype) -> torch.dtype:
 
 
 def _largest(layout: Layout) -> dict[str, int]:
-    """Return for each tensor the largest rank whose factors and singular values are smaller than it; 0 for none."""
+    """Each tensor's largest rank at which its factors and singular values take fewer bytes; 0 if no rank does."""
     ranks = {}
     for (name, (dtype, shape)), count in zip(layout.floating.items(), layout.numbers, strict=True):
         ranks[name] = 0
@@ -288,7 +288,7 @@ def _largest(layout: Layout) -> dict[str, int]:
 
 
 def _ranks_by_budget(budget: float, layout: Layout, largest: Mapping[str, int]) -> dict[str, int]:
-    """Return ranks by which matrices have one share of the numbers that a budget leaves, but for those of rank 1."""
+    """Each matrix's rank within a budget: all send the same share of their numbers, but at least rank 1."""
     counts = dict(zip(layout.floating, layout.numbers, strict=True))
     costs = {name: sum(_PRODUCT.matrix_shape(shape)) for name, (_, shape) in layout.floating.items() if largest[name]}
     allowed = budget * sum(counts.values()) - sum(counts[name] for name in counts if name not in costs)

@@ -1,4 +1,4 @@
-"""A few levels per number, drawn so that the mean is right: QSGD (Alistarh et al., NeurIPS 2017)."""
+"""Unbiased quantization of each number to a few levels: QSGD (Alistarh et al., NeurIPS 2017)."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class Quantize(RandomCodec[Tensor]):
         bucket_size: How many numbers share a scale. ``None``: all numbers of a tensor. Default 512.
         norm: The scale of a bucket. ``"max"``: its largest magnitude, which gives less variance. ``"l2"``: its
             Euclidean norm, as in the paper's analysis. Default ``"max"``.
-        seed: What the roundings are drawn from: a whole number from -2**63 to 2**63 - 1. Default 0.
+        seed: Seed of the random rounding, from -2**63 to 2**63 - 1. Default 0.
         error_feedback: Whether a `Channel` adds what is lost to the next message. Default False.
 
     Raises:
@@ -84,14 +84,14 @@ class Quantize(RandomCodec[Tensor]):
         check_feedback(self)
 
     def entries(self, layout: Layout, parts: Mapping[str, Tensor] | None = None) -> dict[str, Entry]:
-        """Return a row of scales for each tensor, one for each of its buckets."""
+        """Types and shapes of the scales: for each tensor, one scale for each bucket."""
         return {
             name: (torch.promote_types(dtype, torch.float32), (-(-count // self._size(count)),))
             for (name, (dtype, _)), count in zip(layout.floating.items(), layout.numbers, strict=True)
         }
 
     def compress(self, tensors: Mapping[str, Tensor], layout: Layout) -> tuple[dict[str, Tensor], Tensor]:
-        """Return the scales, and the levels with their signs as 8-bit integers."""
+        """The scales, and the signed levels as 8-bit integers."""
         generator = seeding.generator(self.seed, "quantize")
         scales, levels = {}, []
         for name, (dtype, _) in self.entries(layout).items():
@@ -102,7 +102,7 @@ class Quantize(RandomCodec[Tensor]):
             ratio = torch.where((scale > 0)[:, None], rows.abs() / scale[:, None] * self.levels, 0.0)
             lower = ratio.floor()
             magnitude = (lower + (self._buckets(draws) < ratio - lower)).clamp(max=self.levels)
-            # Any level but 0 times a scale that is not finite is not finite.
+            # If the scale is not finite, all levels are 1, so that no decoded number is finite.
             magnitude = torch.where(scale.isfinite()[:, None], magnitude, 1.0)
             levels.append(torch.where(rows < 0, -magnitude, magnitude).to(torch.int8).flatten()[: numbers.numel()])
         return scales, concatenate(levels, torch.int8)
@@ -118,7 +118,7 @@ class Quantize(RandomCodec[Tensor]):
         return {"levels": -(-sum(layout.numbers) * self.bits // 8)}
 
     def pack(self, codes: Tensor, layout: Layout) -> dict[str, Tensor]:
-        """Return the levels in two's complement, in 4 bits the first of two in the lower half of a byte."""
+        """The levels in two's complement; with 4 bits, two share a byte, the first in its lower half."""
         levels = codes.cpu().view(torch.uint8)
         if self.bits == 4:
             levels = torch.cat([levels, levels.new_zeros(levels.numel() % 2)]) & 15
@@ -128,7 +128,7 @@ class Quantize(RandomCodec[Tensor]):
     def unpack(self, parts: Mapping[str, Tensor], layout: Layout) -> Tensor:
         levels = parts["levels"]
         if self.bits == 4:
-            # Halves of a byte come to stand in the upper half; the division brings their sign down with them.
+            # Each half is moved to the upper half of a byte; the signed division by 16 below then keeps its sign.
             levels = torch.stack([levels << 4, levels & 0xF0], dim=1).flatten()[: sum(layout.numbers)]
         signed = levels.view(torch.int8)
         signed = signed if self.bits == 8 else signed // 16
@@ -140,7 +140,7 @@ class Quantize(RandomCodec[Tensor]):
         return max(1, count if self.bucket_size is None else min(count, self.bucket_size))
 
     def _buckets(self, numbers: Tensor) -> Tensor:
-        """Return the numbers in rows of one bucket each, the last filled with zeros."""
+        """The numbers in rows of one bucket each; zeros fill up the last row."""
         size = self._size(numbers.numel())
         rows = -(-numbers.numel() // size)
         padding = numbers.new_zeros(rows * size - numbers.numel())
@@ -150,7 +150,7 @@ class Quantize(RandomCodec[Tensor]):
         largest = rows.abs().amax(1)
         if self.norm == "max":
             return largest
-        # Squares of the ratios neither overflow nor vanish, and the norm is never below the largest magnitude.
+        # Divided by the largest, the squares neither overflow nor vanish, and the norm is never below the largest.
         norm = largest * torch.linalg.vector_norm(rows / largest[:, None], dim=1)
         largest_number = torch.finfo(rows.dtype).max
         scale = torch.where(largest > 0, norm.clamp(max=largest_number), largest)

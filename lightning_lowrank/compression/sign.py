@@ -1,4 +1,4 @@
-"""One bit per number: the uplink of FedBAT (Li et al., ICML 2024) and of sign methods at large."""
+"""One bit per number: the uplink of FedBAT (Li et al., ICML 2024) and of sign methods in general."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class Sign(FloatingCodec[Tensor]):
         self.error_feedback = error_feedback
 
     def entries(self, layout: Layout, parts: Mapping[str, Tensor] | None = None) -> dict[str, Entry]:
-        """Return one scale for each tensor that has numbers."""
+        """Types and shapes of the scales: one for each tensor that is not empty."""
         return {
             name: (dtype, (min(count, 1),))
             for (name, (dtype, _)), count in zip(layout.floating.items(), layout.numbers, strict=True)
@@ -56,7 +56,7 @@ class Sign(FloatingCodec[Tensor]):
         return {"signs": packed_length(sum(layout.numbers))}
 
     def pack(self, codes: Tensor, layout: Layout) -> dict[str, Tensor]:
-        """Return the signs, eight to a byte."""
+        """The signs, eight to a byte."""
         return {"signs": pack_bits(codes)}
 
     def unpack(self, parts: Mapping[str, Tensor], layout: Layout) -> Tensor:
@@ -64,10 +64,10 @@ class Sign(FloatingCodec[Tensor]):
 
 
 def _scale(tensor: Tensor) -> Tensor:
-    """Return the scale as a tensor of one number, or of none where the tensor has none."""
+    """The scale, a tensor of one number; empty if the tensor is empty."""
     magnitude = tensor.abs().reshape(-1)
     if not magnitude.numel():
         return magnitude
     smallest, largest = magnitude.aminmax()
-    # Equal magnitudes need not have themselves as their mean, in floating point.
+    # In floating point, the mean of equal magnitudes may differ from them by rounding.
     return torch.where(smallest == largest, largest, magnitude.mean()).reshape(1)

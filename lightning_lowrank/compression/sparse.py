@@ -1,7 +1,7 @@
-"""A few of the numbers, zeros for the rest: top-k, random-k, and a mask.
+"""Sparse codecs, which send some numbers and decode the others as zeros: top-k, random-k and masks.
 
-The codecs differ in how the two sides come to agree on the positions, which are those of all floating-point tensors
-laid end to end.
+The codecs differ in how sender and receiver agree on the positions. A position is an index into all floating-point
+tensors laid end to end.
 """
 
 from __future__ import annotations
@@ -25,23 +25,23 @@ Scope = Literal["model", "tensor"]
 
 
 class _Sparse(FloatingCodec[Tensor]):
-    """Numbers at some positions; the codes are these positions, as an ascending or a drawn row of integers."""
+    """Base of codecs that send the numbers at some positions; the codes are the positions, ascending or as drawn."""
 
     sparse = True
 
     @abstractmethod
     def _count(self, layout: Layout) -> int:
-        """Return how many numbers the encoder keeps."""
+        """Number of values that the encoder sends."""
 
     @abstractmethod
     def _choose(self, flat: Tensor, layout: Layout) -> Tensor:
-        """Return the positions kept, on the device of ``flat``, which is all the tensors' numbers."""
+        """Positions of the values to send, on the device of ``flat``, the vector of all tensors' numbers."""
 
     def _values(self, flat: Tensor, positions: Tensor) -> Tensor:
         return flat[positions]
 
     def entries(self, layout: Layout, parts: Mapping[str, Tensor] | None = None) -> dict[str, Entry]:
-        """Return one row: the numbers that are sent, in the smallest type that holds those of all tensors."""
+        """One entry: the values sent, in the smallest type that holds the numbers of all tensors."""
         return {"values": (layout.dtype, (self._count(layout),))}
 
     def compress(self, tensors: Mapping[str, Tensor], layout: Layout) -> tuple[dict[str, Tensor], Tensor]:
@@ -106,7 +106,7 @@ class TopK(_Sparse):
         self.error_feedback = error_feedback
 
     def _counts(self, layout: Layout) -> list[tuple[int, int]]:
-        """Return, for each group that is ranked separately, the number kept and the total."""
+        """For each group that is ranked separately, the number of values sent and the total."""
         totals = layout.numbers if self.scope == "tensor" else [sum(layout.numbers)]
         if self.share is not None:
             return [(_share_of(self.share, total), total) for total in totals]
@@ -137,7 +137,7 @@ class TopK(_Sparse):
         return {"positions": packed_length(total if low_bits is None else _code_bits(count, total, low_bits))}
 
     def pack(self, codes: Tensor, layout: Layout) -> dict[str, Tensor]:
-        """Return the positions as an Elias-Fano code or a bitmap, whichever is shorter."""
+        """The positions as an Elias-Fano code or a bitmap, whichever is shorter."""
         positions, count, total = codes.cpu(), codes.numel(), sum(layout.numbers)
         low_bits = _low_bits(count, total)
         if low_bits is None:
@@ -162,7 +162,7 @@ class TopK(_Sparse):
 
 
 class RandomK(_Sparse, RandomCodec[Tensor]):
-    """Send numbers at random positions, which the other side draws from the same seed; the others arrive as zeros.
+    """Send numbers at random positions, which the receiver draws from the same seed; the others arrive as zeros.
 
     The positions are a uniform choice from those of all floating-point tensors together. The values are sent in the
     smallest type that holds those of all floating-point tensors. Integers and booleans travel exactly, and do not
@@ -172,10 +172,11 @@ class RandomK(_Sparse, RandomCodec[Tensor]):
         share: Share of the numbers that is sent, above 0 and at most 1; it comes to at least one number.
         seed: Seed of the positions, of at most 64 bits. It is sent with the numbers, in eight bytes, so a decoder may
             have any seed.
-        unbiased: Whether the numbers sent are scaled by d/k, for k of d numbers, so that the expectation of what
-            arrives, over seeds, is what was sent (the uplink of EF21-P). In float16, this may overflow to infinity.
-        error_feedback: Whether a `Channel` adds what is lost to the next message. Default False. With numbers that
-            are scaled up, this would diverge (`Codec.expands`).
+        unbiased: Whether the numbers sent are scaled by d/k, for k of d numbers, so that the decoded tensors
+            equal the encoded ones in expectation over seeds (the uplink of EF21-P). In float16, this may overflow to
+            infinity.
+        error_feedback: Whether a `Channel` adds what is lost to the next message. Default False. With
+            ``unbiased=True``, this diverges (`Codec.expands`).
 
     Raises:
         TypeError: If ``share`` is not a number.
@@ -229,9 +230,9 @@ class Mask(_Sparse):
     all floating-point tensors. Integers and booleans travel exactly.
 
     Args:
-        masks: By the name of a floating-point tensor, which of its numbers are sent: booleans of its shape. They are
-            copied.
-        known: Whether the other side has the masks; a decoder then needs the same ones. Otherwise the masks are sent
+        masks: By the name of a floating-point tensor, a mask of its shape, true for the numbers that are sent. Masks
+            are copied.
+        known: Whether the receiver has the masks; a decoder then needs the same ones. Otherwise the masks are sent
             too, one bit for each number of all floating-point tensors, and a decoder needs none.
 
     Raises:
@@ -273,7 +274,7 @@ class Mask(_Sparse):
         return self._mask(layout).nonzero().flatten().to(flat.device)
 
     def entries(self, layout: Layout, parts: Mapping[str, Tensor] | None = None) -> dict[str, Entry]:
-        """Return one row: the numbers that the mask, or the received mask, selects."""
+        """One entry: the values that the mask, or the received mask, selects."""
         if self.known or parts is None:
             return super().entries(layout)
         return {"values": (layout.dtype, (int(unpack_bits(parts["mask"], sum(layout.numbers)).sum()),))}
@@ -294,7 +295,7 @@ def _share_of(share: float, total: int) -> int:
 
 
 def _largest(magnitudes: Tensor, count: int) -> Tensor:
-    """Return the positions, ascending, of the ``count`` largest numbers; of equal ones, the first."""
+    """Ascending positions of the ``count`` largest numbers; among equal numbers, the first are chosen."""
     if count == magnitudes.numel():
         return torch.arange(count, device=magnitudes.device)
     threshold = magnitudes.topk(count, sorted=False).values.min()
@@ -305,7 +306,7 @@ def _largest(magnitudes: Tensor, count: int) -> Tensor:
 
 
 def _low_bits(count: int, total: int) -> int | None:
-    """Return how many low bits an Elias-Fano code writes out of each position; None: a bitmap is no longer.
+    """Number of low bits that an Elias-Fano code stores per position; ``None`` if a bitmap is at most as long.
 
     The code of ascending positions is a bit at place h + i for the high bits h of the i-th, and then their low bits.
     """
@@ -324,7 +325,7 @@ def _bits_at(places: Tensor, total: int) -> Tensor:
 
 
 def _places(bits: Tensor, count: int) -> Tensor:
-    """Return where the bits are set, which must be ``count`` times."""
+    """Indices of the set bits; a `DecodingError` unless they are ``count``."""
     places = bits.nonzero().flatten()
     if places.numel() != count:
         raise DecodingError(f"the positions are {places.numel()}, but the tensors need {count}.")

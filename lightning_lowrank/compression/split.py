@@ -1,4 +1,4 @@
-"""Two codecs for one payload: some tensors through the one, the rest through the other."""
+"""Two codecs for one payload: one for tensors chosen by name, one for all others."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ class Split(Codec):
         check_feedback(self)
 
     def seeded(self, seed: int) -> Self:
-        """Return a copy whose codecs have their own seeds; that of all other tensors has ``seed`` itself."""
+        """A copy whose codecs have different seeds; the seed of ``others`` is ``seed`` itself."""
         other = copy.copy(self)
         other.chosen, other.others = self.chosen.seeded(derive_seed(seed, "chosen")), self.others.seeded(seed)
         return other

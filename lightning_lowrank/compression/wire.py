@@ -1,4 +1,4 @@
-"""The file that the compressing codecs write: a few flat parts of bytes, and one that names the tensors.
+"""The file format of compressing codecs: a few flat parts of bytes, and a part that lists the tensors.
 
 The file is a safetensors file. One entry for each tensor would cost some 85 bytes of header, more than a small
 tensor's compressed numbers; here the names, types and shapes of all of them are one part, a line of JSON.
@@ -29,13 +29,13 @@ _EXACT = (
 _DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in FLOATING + _EXACT}
 _DTYPE_NAMES = {dtype: name for name, dtype in _DTYPES.items()}
 _MOST_DIMENSIONS = 64
-# Of a compressing codec's file, whose header names no tensor: several parts for each codec of a chain.
+# For compressing codecs: the header has an entry for each part of each codec in a chain, and none for tensors.
 _LONGEST_HEADER = 4096
 _OF_A_TENSOR = ("dtype", "shape", "data_offsets")
 
 
 class DecodingError(ValueError):
-    """Bytes that the decoding codec cannot have written: cut, changed, or of other arguments."""
+    """The bytes are cut, changed, or written by a codec of other arguments."""
 
 
 Entry = tuple[torch.dtype, tuple[int, ...]]
@@ -43,9 +43,9 @@ Entry = tuple[torch.dtype, tuple[int, ...]]
 
 @dataclass(frozen=True)
 class Schema:
-    """What a decoder takes: the names, types and shapes that the decoded tensors must have.
+    """The names, types and shapes that decoded tensors must have.
 
-    A decoder that is given one compares it with what the bytes claim before it allocates anything.
+    A decoder compares its schema with the names, types and shapes that the bytes claim before it allocates anything.
 
     Args:
         entries: Type and shape of each tensor.
@@ -64,7 +64,7 @@ class Schema:
 
     @classmethod
     def of(cls, tensors: Mapping[str, Tensor], limits: Mapping[str, tuple[int, ...]] | None = None) -> Schema:
-        """Return the schema of tensors such as these, which may be on the meta device.
+        """The schema of ``tensors``, which may be on the meta device.
 
         Args:
             tensors: The tensors.
@@ -76,11 +76,11 @@ class Schema:
 
     @cached_property
     def largest(self) -> dict[str, Tensor]:
-        """Meta tensors of the largest shapes that are taken."""
+        """Meta tensors of the largest shapes that the schema allows."""
         return {name: torch.empty(shape, dtype=dtype, device="meta") for name, (dtype, shape) in self.entries.items()}
 
     def part(self, keep: Callable[[str], bool]) -> Schema:
-        """Return the schema of the tensors whose names ``keep`` takes."""
+        """The schema of the tensors for whose names ``keep`` is true."""
         kept = {name: entry for name, entry in self.entries.items() if keep(name)}
         return Schema(kept, self.flexible & kept.keys())
 
@@ -113,14 +113,14 @@ class Schema:
 class Layout:
     """Types and shapes of a payload's tensors by name, in the order in which their numbers are encoded.
 
-    Tensors of one type stand together; apart from that, the payload's own order holds.
+    Tensors of one type are grouped; otherwise the payload's order is kept.
     """
 
     entries: dict[str, Entry]
 
     @classmethod
     def of(cls, tensors: Mapping[str, Tensor]) -> Layout:
-        """Return the layout of ``tensors``, which may be on the meta device."""
+        """The layout of ``tensors``, which may be on the meta device."""
         for name, tensor in tensors.items():
             if tensor.dtype not in _DTYPE_NAMES:
                 raise TypeError(
@@ -131,7 +131,7 @@ class Layout:
 
     @classmethod
     def grouped(cls, entries: Mapping[str, Entry]) -> Layout:
-        """Return the layout of tensors of these types and shapes."""
+        """The layout of tensors with these types and shapes, grouped by type."""
         groups: dict[torch.dtype, dict[str, Entry]] = defaultdict(dict)
         for name, entry in entries.items():
             groups[entry[0]][name] = entry
@@ -139,7 +139,7 @@ class Layout:
 
     @classmethod
     def parse(cls, text: bytes) -> Layout:
-        """Return the layout that `text` was written from; anything else is a `DecodingError`."""
+        """The layout from the JSON of `Layout.text`; anything else is a `DecodingError`."""
         try:
             groups = json.loads(text)
         except (ValueError, RecursionError) as error:
@@ -160,7 +160,7 @@ class Layout:
 
     @cached_property
     def text(self) -> bytes:
-        """The layout as JSON: names and shapes under their type."""
+        """The layout as JSON: for each type, the tensors' names and shapes."""
         groups: dict[str, dict[str, tuple[int, ...]]] = defaultdict(dict)
         for name, (dtype, shape) in self.entries.items():
             groups[_DTYPE_NAMES[dtype]][name] = shape
@@ -168,17 +168,17 @@ class Layout:
 
     @cached_property
     def floating(self) -> dict[str, Entry]:
-        """The tensors that a codec compresses."""
+        """Types and shapes of the floating-point tensors, which codecs compress."""
         return {name: entry for name, entry in self.entries.items() if entry[0] in FLOATING}
 
     @cached_property
     def exact(self) -> dict[str, Entry]:
-        """The others."""
+        """Types and shapes of all other tensors, such as integers and booleans, which travel exactly."""
         return {name: entry for name, entry in self.entries.items() if entry[0] not in FLOATING}
 
     @cached_property
     def numbers(self) -> list[int]:
-        """How many numbers each floating-point tensor has."""
+        """Number of elements of each floating-point tensor."""
         return [math.prod(shape) for _, shape in self.floating.values()]
 
     @cached_property
@@ -188,22 +188,22 @@ class Layout:
         return reduce(torch.promote_types, dtypes) if dtypes else torch.float32
 
     def flatten(self, tensors: Mapping[str, Tensor]) -> Tensor:
-        """Return the numbers of all floating-point tensors in one vector of type `dtype`."""
+        """All floating-point tensors as one vector of type `dtype`."""
         return concatenate([tensors[name].reshape(-1) for name in self.floating], self.dtype)
 
     def parts(self, flat: Tensor) -> Iterator[tuple[str, Entry, Tensor]]:
-        """Yield each floating-point tensor's name, its type and shape, and its part of a vector of all numbers."""
+        """Yield each floating-point tensor's name, its type and shape, and its part of `flatten`'s vector."""
         rows = flat.split(self.numbers) if self.numbers else ()
         for (name, entry), row in zip(self.floating.items(), rows, strict=True):
             yield name, entry, row
 
     def unflatten(self, flat: Tensor) -> dict[str, Tensor]:
-        """Return the floating-point tensors, each in memory of its own, from `flatten`'s vector."""
+        """Inverse of `flatten`: the floating-point tensors, each in memory of its own."""
         return {name: row.to(dtype, copy=True).reshape(shape) for name, (dtype, shape), row in self.parts(flat)}
 
 
 def entry_bytes(entries: Mapping[str, Entry]) -> int:
-    """Return how many bytes the numbers of tensors of these types and shapes take."""
+    """Number of bytes that tensors of these types and shapes take."""
     return sum(math.prod(shape) * dtype.itemsize for dtype, shape in entries.values())
 
 
@@ -218,15 +218,15 @@ def _object(value: Any) -> dict[str, Any]:
 
 
 def write(layout: Layout, parts: Mapping[str, Tensor]) -> bytes:
-    """Return the file of a layout and of those parts (flat tensors of bytes) that are not empty."""
+    """The file with a layout and ``parts``, flat tensors of bytes; empty parts are left out."""
     filled = {name: part for name, part in parts.items() if part.numel()}
     return save({"layout": torch.frombuffer(bytearray(layout.text), dtype=torch.uint8), **filled})
 
 
 def read(data: bytes, schema: Schema | None = None) -> tuple[Layout, dict[str, Tensor]]:
-    """Return the layout and the parts of a file; a part that is not there is empty.
+    """The layout and the parts of a file; a missing part is empty.
 
-    With a schema, names, types and shapes are held against it before anything of their size is allocated.
+    With a schema, names, types and shapes are compared with it before anything of their size is allocated.
     """
     if schema is not None:
         longest = len(Layout.grouped(schema.entries).text)
@@ -235,7 +235,7 @@ def read(data: bytes, schema: Schema | None = None) -> tuple[Layout, dict[str, T
             if dtype != "U8" or len(shape) != 1 or (name == "layout" and shape[0] > longest):
                 raise DecodingError(f"the part {name[:80]!r} of the bytes is {dtype[:80]!r} of shape {shape[:4]}.")
         if "layout" in claimed:
-            # Before the other parts are read. What is read below is compared again: a header may say a thing twice.
+            # Checked before the other parts are read, and again below: a header may have two entries of one name.
             place = claimed["layout"][2]
             schema.check(Layout.parse(data[place.start : min(place.stop, place.start + longest)]).entries)
     parts: dict[str, Tensor] = defaultdict(lambda: torch.empty(0, dtype=torch.uint8))
@@ -250,14 +250,14 @@ def read(data: bytes, schema: Schema | None = None) -> tuple[Layout, dict[str, T
 
 
 def claimed_entries(data: bytes, longest: int) -> dict[str, tuple[str, list[int], slice]]:
-    """Return what a safetensors file's header claims: by name the type, in safetensors' words, the shape and the place.
+    """Each tensor's type (safetensors' name), shape and byte range by name, from a safetensors file's header.
 
     Args:
         data: The file.
-        longest: How many bytes the header may have.
+        longest: The most bytes that the header may have.
 
     Raises:
-        DecodingError: If there is no header of that length, or it is none of `save`.
+        DecodingError: If the header is longer, cut, or not of the form that `save` writes.
     """
     length = int.from_bytes(data[:8], "little")
     if len(data) < 8 + length:
@@ -282,13 +282,13 @@ def claimed_entries(data: bytes, longest: int) -> dict[str, tuple[str, list[int]
 
 
 def encoded_length(layout: Layout, lengths: Mapping[str, int]) -> int:
-    """Return the length of the file that `write` makes of parts of these lengths."""
+    """Length in bytes of the file that `write` makes of a layout and parts of these lengths."""
     lengths = {"layout": len(layout.text), **{name: length for name, length in lengths.items() if length}}
     return saved_length({name: (torch.uint8, (length,)) for name, length in lengths.items()})
 
 
 def saved_length(entries: Mapping[str, Entry]) -> int:
-    """Return the length of the file that `save` makes of tensors of these types and shapes, without making any."""
+    """Length in bytes of `save`'s file for tensors of these types and shapes, computed without tensors."""
     return _saved_length(tuple(entries.items()))
 
 
@@ -311,14 +311,14 @@ def _saved_length(signature: tuple[tuple[str, Entry], ...]) -> int:
 
 @lru_cache(maxsize=256)
 def _types_in_order(dtypes: frozenset[torch.dtype]) -> dict[torch.dtype, tuple[int, str]]:
-    """Return where safetensors puts tensors of a type among those of others, and what it calls the type."""
+    """Each type's place in the order in which safetensors stores tensors, and safetensors' name for the type."""
     data = save({str(dtype): torch.zeros(1, dtype=dtype) for dtype in dtypes})
     header = json.loads(data[8 : 8 + int.from_bytes(data[:8], "little")])
     return {dtype: (header[str(dtype)]["data_offsets"][0], header[str(dtype)]["dtype"]) for dtype in dtypes}
 
 
 def save(tensors: Mapping[str, Tensor]) -> bytes:
-    """Return the safetensors file of ``tensors``, of which several may be one and the same."""
+    """The safetensors file of ``tensors``, which may share memory."""
     own: dict[str, Tensor] = {}
     seen: set[int] = set()
     for name, tensor in tensors.items():
@@ -339,12 +339,12 @@ def _check_names(tensors: Mapping[str, Any]) -> None:
 
 
 def load(data: bytes, schema: Schema | None = None) -> dict[str, Tensor]:
-    """Return the tensors of a safetensors file; anything else is a `DecodingError`.
+    """The tensors of a safetensors file; anything else is a `DecodingError`.
 
-    With a schema, the header is held against it before anything else is read.
+    With a schema, the header is compared with it before anything else is read.
     """
     if schema is not None:
-        # Beside name and shape, an entry has some eighty letters, of which up to forty are two places in the file.
+        # Apart from name and shape, a header's entry has some eighty characters; two file offsets take up to forty.
         names = sum(len(json.dumps(name)) + len(str(shape)) + 120 for name, (_, shape) in schema.entries.items())
         claimed = claimed_entries(data, 64 + names)
         words = _saved_dtypes()
@@ -357,7 +357,7 @@ def load(data: bytes, schema: Schema | None = None) -> dict[str, Tensor]:
     except Exception as error:  # its parser raises whatever it stumbles over, KeyError and TypeError among them
         raise DecodingError(f"the {len(data):,} bytes are no safetensors file that can be read: {error}") from error
     if schema is not None:
-        # A header may say the same thing twice, and otherwise.
+        # A header may have two entries of one name that differ.
         schema.check({name: (tensor.dtype, tuple(tensor.shape)) for name, tensor in tensors.items()})
     for name, tensor in tensors.items():
         _check_booleans(name, tensor)
@@ -366,10 +366,10 @@ def load(data: bytes, schema: Schema | None = None) -> dict[str, Tensor]:
 
 @lru_cache
 def _saved_dtypes() -> dict[str, torch.dtype]:
-    """Return the types that `save` takes, by safetensors' words for them."""
+    """The types that `save` supports, by safetensors' names for them."""
     words = {}
     for dtype in _DTYPES.values():
-        # It has no complex numbers of sixteen bytes.
+        # safetensors has no complex128.
         with suppress(TypeError):
             data = save({"one": torch.empty(0, dtype=dtype)})
             words[claimed_entries(data, _LONGEST_HEADER)["one"][0]] = dtype
@@ -377,18 +377,18 @@ def _saved_dtypes() -> dict[str, torch.dtype]:
 
 
 def join(tensors: Sequence[Tensor]) -> Tensor:
-    """Return the bytes of all the tensors' numbers, one after another."""
+    """The bytes of all tensors, one after another."""
     rows = [tensor.detach().cpu().reshape(-1).contiguous().view(torch.uint8) for tensor in tensors]
     return torch.cat(rows) if rows else torch.empty(0, dtype=torch.uint8)
 
 
 def concatenate(rows: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
-    """Return the flat tensors as one of this type, on the device of the first."""
+    """Concatenate flat tensors, converted to ``dtype``, on the device of the first."""
     return torch.cat([row.to(rows[0].device, dtype) for row in rows]) if rows else torch.empty(0, dtype=dtype)
 
 
 def split(data: Tensor, entries: Mapping[str, Entry]) -> dict[str, Tensor]:
-    """Return the tensors of these types and shapes that `join` made ``data``, of the right length, from."""
+    """Inverse of `join`: tensors of these types and shapes, from ``data`` of the right length."""
     sizes = [math.prod(shape) * dtype.itemsize for dtype, shape in entries.values()]
     tensors = {}
     for (name, (dtype, shape)), row in zip(entries.items(), data.split(sizes) if sizes else (), strict=True):
@@ -403,15 +403,15 @@ def _check_booleans(name: str, tensor: Tensor) -> None:
 
 
 def pack_bits(bits: Tensor) -> Tensor:
-    """Return a flat boolean tensor as bytes, eight to each, the first in the lowest bit."""
+    """A flat boolean tensor as bytes, eight booleans in each, the first in the lowest bit."""
     return torch.from_numpy(np.packbits(bits.cpu().numpy(), bitorder="little"))
 
 
 def unpack_bits(data: Tensor, count: int) -> Tensor:
-    """Return the first ``count`` booleans that `pack_bits` made ``data`` from."""
+    """Inverse of `pack_bits`: the first ``count`` booleans."""
     return torch.from_numpy(np.unpackbits(data.numpy(), count=count, bitorder="little")).bool()
 
 
 def packed_length(count: int) -> int:
-    """Return how many bytes ``count`` bits take."""
+    """Number of bytes that ``count`` bits take."""
     return -(-count // 8)
