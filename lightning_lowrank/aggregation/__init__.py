@@ -1,4 +1,4 @@
-"""How a round's messages become one value: means and robust rules."""
+"""Rules that aggregate a round's messages: means and robust rules."""
 
 from lightning_lowrank.aggregation.aggregator import Aggregator, KeepsArrivals, Peers
 from lightning_lowrank.aggregation.mean import WeightedMean

@@ -1,4 +1,4 @@
-"""The interface of rules that aggregate the arrivals of a round."""
+"""The interface of rules that aggregate a round's arrivals, the clients' decoded messages."""
 
 from __future__ import annotations
 
@@ -18,21 +18,21 @@ __all__ = ["Aggregator", "KeepsArrivals", "Peers", "check_names", "float64_devic
 
 
 class Peers(Protocol):
-    """The processes that share a round."""
+    """The processes that train a round's clients together, for collective operations."""
 
     @property
     def root_device(self) -> torch.device:
         """The device of this process."""
 
     def gather(self, value: Any) -> list[Any]:
-        """Return every process's ``value``, in the order of their ranks."""
+        """Gather ``value`` from all processes, in the order of their ranks."""
 
     def sum(self, tensor: Tensor) -> Tensor:
-        """Return the sum of every process's ``tensor``."""
+        """Sum ``tensor`` over all processes."""
 
 
 class Aggregator(Configured, ABC):
-    """A rule that turns the named tensors of several parties into one value of each.
+    """A rule that aggregates named tensors of several parties, such as a round's clients, into one tensor per name.
 
     A rule does not depend on the methods that use it. Its arguments are plain attributes, and `clear` resets all
     others, so that `fresh` can copy the arguments without the arrivals.
@@ -54,7 +54,7 @@ class Aggregator(Configured, ABC):
         self.weight = 0.0
 
     def fresh(self) -> Aggregator:
-        """Return an empty aggregator with the same arguments."""
+        """An empty aggregator with the same arguments."""
         fresh = copy.copy(self)
         fresh.clear()
         return fresh
@@ -72,29 +72,29 @@ class Aggregator(Configured, ABC):
         """
 
     def add_stacks(self, stacks: Mapping[str, Tensor], weights: Sequence[float]) -> None:
-        """Add the tensors of several parties, ``[parties, …]``, with a weight for each; as `add` does one's."""
+        """Add the tensors of several parties, ``[parties, …]``, with a weight for each, as if by `add`."""
         for party, weight in enumerate(weights):
             self.add({name: stack[party] for name, stack in stacks.items()}, weight)
 
     def prepare(self, origin: Mapping[str, Tensor], seed: int) -> None:
-        """Tell a rule about the round whose arrivals it holds; called before `result`.
+        """Set the round's reference values and seed; called before `result`.
 
         Args:
-            origin: The values from which arrivals differ little, by name. A tensor that it does not name is a change
-                itself.
-            seed: Seed of what the rule draws in the round.
+            origin: The values from which the clients started, by name. Arrivals without a value here are changes
+                themselves.
+            seed: Seed of the rule's random draws in the round.
         """
 
     def check_arrivals(self, arrivals: int) -> None:
         """Refuse a round of too few arrivals.
 
         Raises:
-            ValueError: If the rule needs more than so many.
+            ValueError: If the rule needs more arrivals.
         """
 
     @abstractmethod
     def result(self) -> dict[str, Tensor]:
-        """Return the aggregated tensors, in the dtypes and on the devices of those that were added."""
+        """The aggregated tensors, in the dtypes and on the devices of the added tensors."""
 
     @abstractmethod
     def pool(self, peers: Peers) -> None:
@@ -106,11 +106,11 @@ class Aggregator(Configured, ABC):
 
     @abstractmethod
     def state_dict(self) -> dict[str, Any]:
-        """Return the arrivals as tensors and plain Python, which a checkpoint can hold."""
+        """The arrivals as tensors and plain Python values, for a checkpoint."""
 
     @abstractmethod
     def load_state_dict(self, state: Mapping[str, Any], device: torch.device) -> None:
-        """Restore what `state_dict` returned, with the tensors on ``device``."""
+        """Restore `state_dict`'s result, with the tensors on ``device``."""
 
 
 class KeepsArrivals(Aggregator):
@@ -148,12 +148,12 @@ class KeepsArrivals(Aggregator):
         self.arrivals += 1
 
     def values(self) -> dict[str, list[Tensor]]:
-        """Return by name the tensors of all arrivals."""
+        """The tensors of all arrivals, by name."""
         return {name: [tensors[name] for tensors, _ in self.kept] for name in (self.kept[0][0] if self.kept else ())}
 
     @override
     def pool(self, peers: Peers) -> None:
-        # Through the CPU, because another process's device may not exist in this one.
+        # Sent as CPU tensors, because another process's device may not exist in this one.
         mine = [({name: value.cpu() for name, value in tensors.items()}, weight) for tensors, weight in self.kept]
         self._replace((arrival for part in peers.gather(mine) for arrival in part), peers.root_device)
 
@@ -179,22 +179,24 @@ def check_names(tensors: Mapping[str, Any], earlier: Mapping[str, Any]) -> None:
 
 
 def float64_device(device: torch.device) -> torch.device:
-    """Return the device where float64 numbers of a device are kept: the CPU where the device has no float64."""
+    """The device on which a device's tensors are kept in float64: the CPU if the device has no float64."""
     return device if has_float64(device.type) else torch.device("cpu")
 
 
 def home_of(dtype: torch.dtype, device: torch.device) -> torch.device:
-    """Return where a device's tensors of a type are: there, or on the CPU where the device has no such numbers."""
+    """The device on which a device's tensors of a dtype are kept: the CPU for float64 if the device lacks it."""
     return float64_device(device) if dtype == torch.float64 else device
 
 
 def to_float64(tensor: Tensor) -> Tensor:
-    """Return a tensor in float64, on its device or on the CPU; see `float64_device`. Complex ones are refused."""
+    """A tensor in float64, on its device or on the CPU (see `float64_device`); complex tensors are refused."""
     if tensor.is_complex():
-        raise TypeError(f"tensors must be of real numbers, but one is of {tensor.dtype}; use torch.view_as_real of it.")
+        raise TypeError(
+            f"tensors must be of real numbers, but one is of {tensor.dtype}; convert it by torch.view_as_real."
+        )
     return tensor.to(float64_device(tensor.device)).double()
 
 
 def working_dtype(dtype: torch.dtype) -> torch.dtype:
-    """Return float32, or float64 for float64."""
+    """The dtype to compute in: float32, or float64 for float64."""
     return torch.promote_types(dtype, torch.float32)

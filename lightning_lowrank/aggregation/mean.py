@@ -1,4 +1,4 @@
-"""The weighted mean of a round's arrivals, which does not keep them."""
+"""The weighted mean of a round's arrivals, in memory that does not grow with their number."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from lightning_lowrank.internals.torch import add_each, divide_each
 __all__ = ["WeightedMean"]
 
 _NUMBERS_AT_ONCE = 2**20
-# Sums of many arrivals, each rounded to 53 bits, still give the mean of equal integers below.
+# The mean of equal integers below this is exact, even over many arrivals with sums rounded to 53 bits.
 _MOST_BY_SUMS = 2**32
 
 
@@ -51,14 +51,14 @@ class WeightedMean(Aggregator):
         self._dtypes: dict[str, torch.dtype] = {}
         self._devices: dict[str, torch.device] = {}
         self._only: dict[str, Tensor] = {}
-        # Those too large for the sums that all arrivals have alike.
+        # Integers too large for exact sums, as long as they are equal in all arrivals.
         self._alike: dict[str, Tensor] = {}
 
     @override
     def add(self, tensors: Mapping[str, Tensor], weight: float) -> None:
         values = [tensor.detach() for tensor in tensors.values()]
         if self.arrivals == 0:
-            # An arrival without weight may hold numbers that are not finite.
+            # Zeros instead of a product, because an arrival of weight 0 may have NaN or infinite numbers.
             scaled = [to_float64(value) * weight if weight else torch.zeros_like(to_float64(value)) for value in values]
             self._sums = dict(zip(tensors, scaled, strict=True))
             self._remember(tensors)
@@ -68,7 +68,7 @@ class WeightedMean(Aggregator):
             check_names(tensors, self._sums)
             if weight:
                 sums = [self._sums[name] for name in tensors]
-                # On a CPU, numbers of other types are added in float64 without a copy of them.
+                # On a CPU, torch adds most other floating-point types in float64 without a converted copy.
                 add_each(sums, [value if _adds_exactly(value) else to_float64(value) for value in values], alpha=weight)
             self._only = {}
             self._alike = {name: value for name, value in self._alike.items() if torch.equal(value, tensors[name])}
@@ -115,13 +115,13 @@ class WeightedMean(Aggregator):
 
     @override
     def result(self, least: torch.dtype | None = None) -> dict[str, Tensor]:
-        """Return the means, rounded to the types of what was added; floating-point types at least to ``least``.
+        """The means, rounded to the dtypes of the added tensors; floating-point dtypes are promoted to ``least``.
 
         Raises:
             ValueError: If no arrival has a weight above 0.
         """
         if self.arrivals and not self.weight:
-            raise ValueError(f"the weights of all {self.arrivals} arrivals are 0, and a mean needs one above 0.")
+            raise ValueError(f"the weights of all {self.arrivals} arrivals are 0, but a mean needs a weight above 0.")
         if self._only:
             return {name: value.to(_at_least(value.dtype, least)) for name, value in self._only.items()}
         means = divide_each(list(self._sums.values()), self.weight)
@@ -187,11 +187,11 @@ def _at_least(dtype: torch.dtype, least: torch.dtype | None) -> torch.dtype:
 
 
 def _adds_exactly(value: Tensor) -> bool:
-    """Return whether torch adds a tensor to one of float64 as if it had been converted; it does not for one byte."""
+    """Whether torch adds this tensor to a float64 tensor as if converted first; not so for one-byte floats."""
     return value.is_cpu and value.is_floating_point() and value.itemsize > 1
 
 
 def _exceeds_sums(tensor: Tensor) -> bool:
-    """Return whether a tensor holds integers so large that rounded sums may not give them back."""
+    """Whether a tensor has integers so large that the mean of equal ones may be inexact."""
     integers = tensor.dtype.itemsize == 8 and not (tensor.is_floating_point() or tensor.is_complex())
     return integers and bool((to_float64(tensor).abs() >= _MOST_BY_SUMS).any())

@@ -1,7 +1,7 @@
-"""What is done to a round's arrivals before a robust rule sees them: nearest-neighbour mixing and bucketing.
+"""Pre-aggregations: nearest-neighbour mixing or bucketing of a round's arrivals before a robust rule.
 
-Each is a matrix whose rows are weights of the arrivals: it is found from their inner products alone, and a rule that
-needs no more than those never sees the mixed vectors.
+Each is a matrix whose rows are weights of the arrivals. It depends on their inner products alone, so rules that need
+only inner products never build the mixed vectors.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ Byzantine = int | float
 
 
 def check_byzantine(name: str, value: object) -> None:
-    """Refuse what is neither a count of 0 or more nor a share in [0, 0.5)."""
+    """Raise unless the value is a count of 0 or more or a share in [0, 0.5)."""
     if isinstance(value, float):
         check_number(name, value, least=0, below=0.5, hint="an integer for a count")
     else:
@@ -30,18 +30,18 @@ def check_byzantine(name: str, value: object) -> None:
 
 
 def byzantine_count(value: Byzantine, arrivals: int) -> int:
-    """Return how many of so many arrivals may be Byzantine.
+    """Number of Byzantine arrivals to withstand among ``arrivals``, from a count or a share.
 
     Example:
         >>> byzantine_count(3, 10), byzantine_count(0.3, 10), byzantine_count(0.3, 9)
         (3, 3, 2)
     """
-    # A share of 0.3 of 10 is just below 3.
+    # Added against rounding errors: 0.3 * 10 may be just below 3.
     return int(value * arrivals + 1e-9) if isinstance(value, float) else value
 
 
 def squared_distances(gram: Tensor) -> Tensor:
-    """Return the squared distances of all vectors to each other from their inner products, ``[n, n]``."""
+    """The vectors' squared pairwise distances ``[n, n]``, from their inner products."""
     norms = gram.diagonal()
     return (norms[:, None] + norms - 2 * gram).clamp(min=0).fill_diagonal_(0)
 
@@ -53,25 +53,25 @@ class PreAggregation(Configured, ABC):
     """
 
     def vectors(self, count: int) -> int:
-        """Return how many vectors come of so many."""
+        """Number of vectors after the step, from ``count`` vectors before it."""
         return count
 
     def allowed(self, arrivals: int) -> int:
-        """Return how many of a round's arrivals may be Byzantine by this one's arguments, 0 where it has none."""
+        """Number of Byzantine arrivals that the step's arguments allow for in a round; 0 without such an argument."""
         return 0
 
     def least(self, byzantine: int) -> int:
-        """Return how many vectors it needs at least, where ``byzantine`` of them may be Byzantine."""
+        """Least number of vectors that the step needs if ``byzantine`` of them may be Byzantine."""
         return 1
 
     @abstractmethod
     def matrix(self, gram: Tensor, byzantine: int, draws: torch.Generator) -> Tensor:
-        """Return the weights of the vectors in those that replace them.
+        """The weights of the old vectors (columns) in the new ones (rows).
 
         Args:
             gram: The vectors' inner products, ``[n, n]``, float64, on the CPU.
             byzantine: How many of them may be Byzantine, as `allowed` counts.
-            draws: For whatever is drawn.
+            draws: Generator for random draws.
 
         Returns:
             ``[m, n]``, float64: not negative, and each row sums to 1.
@@ -115,7 +115,7 @@ class NearestNeighborMixing(PreAggregation):
     @override
     def matrix(self, gram: Tensor, byzantine: int, draws: torch.Generator) -> Tensor:
         nearest = squared_distances(gram).argsort(dim=1, stable=True)[:, : len(gram) - byzantine]
-        # A vector that is equal to others may come after them.
+        # Stable sorting may place a vector behind equal ones, so its own distance 0 does not ensure the first place.
         mixed = torch.zeros_like(gram).scatter_(1, nearest, 1.0)
         return mixed / mixed.sum(dim=1, keepdim=True)
 
@@ -124,8 +124,8 @@ class Bucketing(PreAggregation):
     r"""Bucketing: the arrivals are shuffled, and each ``size`` of them become their mean (Karimireddy et al., 2022).
 
     :math:`y_i = \frac{1}{s} \sum_{k=(i-1)s+1}^{\min(is, n)} x_{\pi(k)}` with a random permutation :math:`\pi`, drawn
-    anew in each round (arXiv:2006.09365, Algorithm 1). Unweighted; a last bucket that is not full is the mean of what
-    is in it. There are :math:`\lceil n/s \rceil` vectors then, of which as many may be Byzantine as of the arrivals.
+    in each round (arXiv:2006.09365, Algorithm 1). Unweighted; a last bucket that is not full is the mean of fewer
+    arrivals. Of the resulting :math:`\lceil n/s \rceil` vectors, as many may be Byzantine as of the arrivals.
 
     Args:
         size: Arrivals in a bucket (:math:`s`), 1 or more; the paper uses 2.
@@ -157,7 +157,7 @@ class Bucketing(PreAggregation):
 
 
 def mixing_matrix(steps: list[PreAggregation], gram: Tensor, byzantine: list[int], seed: int) -> Tensor | None:
-    """Return the matrix of all pre-aggregations one after another; ``None`` where there are none."""
+    """The product of all pre-aggregations' matrices, applied in order; ``None`` without pre-aggregations."""
     whole: Tensor | None = None
     for number, (step, count) in enumerate(zip(steps, byzantine, strict=True)):
         part = step.matrix(gram, count, generator(seed, number))

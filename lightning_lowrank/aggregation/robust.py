@@ -1,8 +1,8 @@
-r"""Robust rules: aggregates that stay near the honest arrivals although some of the arrivals are anything.
+r"""Robust rules, whose aggregates stay near the honest arrivals even if some arrivals have arbitrary values.
 
-An arrival is one vector :math:`x_i`: all floating-point tensors of a client's message together, less the values that
-it started from (`Aggregator.prepare`). Rules that go by distances need no more than the vectors' inner products, which
-are summed tensor by tensor in float64, and give weights of the arrivals. So they also apply to vectors that are never
+An arrival is one vector :math:`x_i`: all floating-point tensors of a client's message together, minus the values that
+the client started from (`Aggregator.prepare`). Distance-based rules need only the vectors' inner products, which are
+summed tensor by tensor in float64, and return weights of the arrivals. So they also apply to vectors that are never
 built, such as the products of LoRA's factors (`DistanceRule.client_weights`).
 """
 
@@ -41,7 +41,7 @@ __all__ = [
     "TrimmedMean",
 ]
 
-# What the rows of so many numbers take stays in a processor's cache.
+# Rows of this size stay in a processor's cache.
 _NUMBERS_AT_ONCE = 2**16
 _NUMBERS_ON_DEVICE = 2**28
 
@@ -51,18 +51,18 @@ class RobustRule(KeepsArrivals):
 
     Every client has one vote, whatever its weight, as in the rules' papers: a client's number of samples is its own
     claim. `GeometricMedian` and `NormBound` may weigh. Integer and boolean tensors, such as counts of batches, are no
-    part of the vectors; they become the coordinate-wise lower median, whatever the rule. In a round, what
-    a lossy downlink loses is no client's change: arrivals are shifted onto the broadcast as it was before the loss.
+    part of the vectors; under every rule, they become the coordinate-wise lower median. The compression error of a
+    lossy downlink is not attributed to clients: arrivals are shifted onto the broadcast before compression.
 
     An arrival with numbers that are not finite is left out and counts as one of the Byzantine ones. (Tensors that are
-    not finite in all arrivals, such as a mask of -inf, are treated as integers are.) The result does not depend on the
+    not finite in all arrivals, such as a mask of -inf, are treated like integers.) The result does not depend on the
     order of arrivals.
 
     Args:
         before: Pre-aggregations that the arrivals pass first, in order, such as ``[NearestNeighborMixing(2)]``.
 
     Raises:
-        TypeError: If ``before`` is something else.
+        TypeError: If ``before`` is not a list of pre-aggregations.
     """
 
     def __init__(self, before: Sequence[PreAggregation] = ()) -> None:
@@ -85,11 +85,11 @@ class RobustRule(KeepsArrivals):
         self._origin, self._seed = origin, seed
 
     def allowed(self, arrivals: int) -> int:
-        """Return how many of a round's arrivals may be Byzantine by the rule's own arguments; 0 if it has none."""
+        """Number of Byzantine arrivals that the rule's arguments allow for in a round; 0 without such an argument."""
         return 0
 
     def least(self, byzantine: int) -> int:
-        """Return how many vectors the rule needs at least, where ``byzantine`` of them may be Byzantine."""
+        """Least number of vectors that the rule needs if ``byzantine`` of them may be Byzantine."""
         return 2 * byzantine + 1
 
     @override
@@ -102,11 +102,11 @@ class RobustRule(KeepsArrivals):
         self._check(arrivals, 0)
 
     def _check(self, arrivals: int, left_out: int) -> list[int]:
-        """Return how many of the arrivals may be Byzantine, by each pre-aggregation and by the rule itself.
+        """Check that the vectors suffice, and count Byzantine arrivals for each pre-aggregation and for the rule, last.
 
         Args:
             arrivals: Number of arrivals of the round.
-            left_out: How many of them are not finite, and so known to be Byzantine.
+            left_out: Number of arrivals that are not finite, and so known to be Byzantine.
         """
         steps: list[PreAggregation | RobustRule] = [*self.before, self]
         counts = [max(0, step.allowed(arrivals) - left_out) for step in steps]
@@ -115,7 +115,7 @@ class RobustRule(KeepsArrivals):
             if vectors < step.least(count):
                 of = "" if vectors == arrivals else f", of which {vectors} vectors are left"
                 raise ValueError(
-                    f"{type(step).__name__} with byzantine={count} needs at least {step.least(count)} vectors, and"
+                    f"{type(step).__name__} with byzantine={count} needs at least {step.least(count)} vectors, but"
                     f" there are {arrivals} arrivals{of}: {self._advice(step, vectors, count)}."
                 )
             if isinstance(step, PreAggregation):
@@ -130,7 +130,7 @@ class RobustRule(KeepsArrivals):
 
     @torch.no_grad()
     def result(self, least: torch.dtype | None = None) -> dict[str, Tensor]:
-        """Return the aggregated tensors, in the types of what was added; floating-point types at least in ``least``.
+        """The aggregated tensors, in the dtypes of the added tensors; floating-point dtypes are promoted to ``least``.
 
         Raises:
             ValueError: If there are too few arrivals for the rule, or none is finite.
@@ -147,9 +147,9 @@ class RobustRule(KeepsArrivals):
         return {name: found[name].to(_at_least(value.dtype, least)).to(value.device) for name, value in first.items()}
 
     def _finite(self) -> tuple[list[str], list[int]]:
-        """Return the names of the tensors that are compared, and the places of finite arrivals in an order of theirs.
+        """Names of the compared tensors, and indices of the finite arrivals, sorted by norm and then by content.
 
-        In that order the result is the same bit for bit in whatever order they have come.
+        This order makes the result bit for bit independent of the order of arrival.
         """
         names = [name for name, value in self.kept[0][0].items() if value.is_floating_point() and value.numel()]
         norms = self._norms(names)
@@ -164,7 +164,7 @@ class RobustRule(KeepsArrivals):
         return names, sorted(places, key=lambda place: (norms[place], ties[place]))
 
     def _norms(self, names: Sequence[str]) -> list[float]:
-        """Return the arrivals' squared norms; one that float64 cannot hold is infinite."""
+        """The arrivals' squared norms; a norm beyond float64 is infinite."""
         found = []
         for place, (tensors, _) in enumerate(self.kept):
             parts: dict[torch.device, list[Tensor]] = {}
@@ -179,48 +179,48 @@ class RobustRule(KeepsArrivals):
         return [tensors[name] for tensors, _ in self.kept]
 
     def _tie(self, tensors: Mapping[str, Tensor], names: Sequence[str]) -> bytes:
-        """Return what tells arrivals of one norm apart: equal ones have the same."""
+        """A digest of an arrival's change, by which arrivals of equal norm are ordered."""
         digest = hashlib.sha256()
         for name in names:
             digest.update(self._change(name, tensors[name]).cpu().numpy().tobytes())
         return digest.digest()
 
     def _change(self, name: str, value: Tensor) -> Tensor:
-        """Return what an arrival changes of a tensor, flat, in float64."""
+        """An arrival's change of a tensor, flat, in float64."""
         change = value.to(float64_device(value.device)).double()
         if name in self._origin:
             change = change - self._origin[name].to(change)
         return change.flatten()
 
     def _rows(self, name: str, places: Sequence[int]) -> Tensor:
-        """Return what some arrivals change of a tensor, ``[places, numbers]`` in float64."""
+        """The changes of a tensor by the arrivals at ``places``: ``[places, numbers]`` in float64."""
         return torch.stack([self._change(name, self.kept[place][0][name]) for place in places])
 
     def _gram(self, names: Sequence[str], places: Sequence[int]) -> Tensor:
-        """Return the inner products of some arrivals, ``[places, places]`` in float64 on the CPU."""
+        """The inner products of the arrivals at ``places``: ``[places, places]`` in float64 on the CPU."""
         total = torch.zeros(len(places), len(places), dtype=torch.float64)
         for name in names:
             rows = self._rows(name, places)
             total += (rows @ rows.T).cpu()
         if self._further is not None:
             total += self._further[places][:, places]
-        # Products of matrices are not symmetric to the last bit.
+        # The computed product may not be symmetric to the last bit.
         return (total + total.T) / 2
 
     @abstractmethod
     def _aggregate(self, names: Sequence[str], places: Sequence[int], byzantine: list[int]) -> dict[str, Tensor]:
-        """Return the named tensors' aggregate of the arrivals at ``places``, in any precision.
+        """Aggregate the named tensors of the arrivals at ``places``; the result has any precision.
 
-        ``byzantine`` is how many of them may be Byzantine, by each pre-aggregation and by the rule itself.
+        ``byzantine`` has the numbers of Byzantine arrivals, for each pre-aggregation and, last, for the rule.
         """
 
 
 class CoordinateRule(RobustRule):
-    """Base of rules that treat every number on its own. A subclass defines `reduce`."""
+    """Base of coordinate-wise rules, which aggregate every number separately. A subclass defines `reduce`."""
 
     @abstractmethod
     def reduce(self, rows: Tensor, byzantine: int) -> Tensor:
-        """Return the aggregate of vectors ``[n, numbers]``, of which some may be Byzantine: ``[numbers]``, float64."""
+        """Aggregate vectors ``[n, numbers]``, of which ``byzantine`` may be Byzantine, to ``[numbers]`` in float64."""
 
     @override
     def _aggregate(self, names: Sequence[str], places: Sequence[int], byzantine: list[int]) -> dict[str, Tensor]:
@@ -236,7 +236,7 @@ class CoordinateRule(RobustRule):
             parts = []
             for part in rows.to(device).split(at_once, dim=1):
                 wide = _wide(part)
-                # To order float64 takes twice as long as what the result is rounded to in any case.
+                # Vectors are ordered in the arrivals' precision, which takes half as long as in float64.
                 mixed = wide if mixing is None else (mixing.to(device) @ wide.double()).to(wide.dtype)
                 parts.append(self.reduce(mixed, byzantine[-1]))
             found[name] = torch.cat(parts).view(shape)
@@ -315,24 +315,24 @@ class TrimmedMean(CoordinateRule):
 
 
 class DistanceRule(RobustRule):
-    """Base of rules that go by the vectors' distances, and so give weights of them. A subclass defines `weigh`.
+    """Base of rules that compute weights of the vectors from their distances. A subclass defines `weigh`.
 
-    The aggregate is the weighted sum of the vectors; what their weights lack to 1 is the weight of the values that the
-    clients started from.
+    The aggregate is the weighted sum of the vectors. If the weights sum to less than 1, the rest is the weight of the
+    values that the clients started from.
     """
 
     @abstractmethod
     def weigh(self, gram: Tensor, byzantine: int, shares: Tensor) -> Tensor:
-        """Return the weights of vectors in their aggregate, not negative and of a sum of at most 1.
+        """The vectors' weights in the aggregate: not negative, with a sum of at most 1.
 
         Args:
             gram: The vectors' inner products, ``[n, n]``, float64, on the CPU.
             byzantine: How many of them may be Byzantine.
-            shares: Their clients' weights, ``[n]``, float64, for rules that weigh.
+            shares: The clients' weights, ``[n]``, float64, for weighted rules.
         """
 
     def extend(self, further: Tensor) -> None:
-        """Extend the arrivals' vectors by parts of which only the inner products are known.
+        """Extend the arrivals' vectors by parts that are given by their inner products alone.
 
         Args:
             further: The parts' inner products, ``[arrivals, arrivals]``, in the order in which the arrivals were added.
@@ -341,11 +341,11 @@ class DistanceRule(RobustRule):
 
     @torch.no_grad()
     def client_weights(self) -> Tensor:
-        """Return the arrivals' weights in the aggregate, in the order in which they were added.
+        """The arrivals' weights in the aggregate, in the order in which they were added.
 
         Returns:
-            ``[arrivals]``, float64, on the CPU: not negative, and of a sum of at most 1. What they lack to 1 is the
-            weight of the values that the clients started from.
+            ``[arrivals]``, float64, on the CPU: not negative, with a sum of at most 1. If the sum is below 1, the rest
+            is the weight of the values that the clients started from.
 
         Raises:
             ValueError: If there are too few arrivals for the rule, or none is finite.
@@ -374,7 +374,7 @@ class DistanceRule(RobustRule):
     @override
     def _aggregate(self, names: Sequence[str], places: Sequence[int], byzantine: list[int]) -> dict[str, Tensor]:
         weights = self._weights(names, places, byzantine)
-        # An arrival without weight is not read again: it may be of any size.
+        # Arrivals of weight 0 are skipped: their numbers may be of any size.
         used = [(place, weight) for place, weight in zip(places, weights.tolist(), strict=True) if weight > 0]
         left = 1 - sum(weight for _, weight in used)
         found = {}
@@ -383,7 +383,7 @@ class DistanceRule(RobustRule):
             total = torch.zeros(self.kept[0][0][name].shape, dtype=torch.float64, device=device)
             for place, weight in used:
                 total.add_(self.kept[place][0][name].to(device).double(), alpha=weight)
-            # The weights of most rules sum to 1, to rounding.
+            # The weights of most rules sum to 1, up to rounding.
             if abs(left) > 1e-12 and name in self._origin:
                 total.add_(self._origin[name].to(device).double(), alpha=left)
             found[name] = total
@@ -430,7 +430,7 @@ class MultiKrum(DistanceRule):
 
     @override
     def least(self, byzantine: int) -> int:
-        # Where none is Byzantine, nothing has to be told from anything, and a client may be alone.
+        # Without Byzantine arrivals, one vector is enough: there is nothing to compare it with.
         needed = 2 * byzantine + 3 if byzantine else 1
         return max(needed, self.selected or 1)
 
@@ -448,7 +448,7 @@ class MultiKrum(DistanceRule):
 class Krum(MultiKrum):
     r"""Krum: the one arrival that is nearest to its neighbours (Blanchard et al., NeurIPS 2017).
 
-    `MultiKrum` with one arrival selected. What it returns is one client's own values.
+    `MultiKrum` with one arrival selected. The result is one client's own values.
 
     Args:
         byzantine: As for `MultiKrum`.
@@ -529,11 +529,11 @@ class CenteredClipping(DistanceRule):
 
     :math:`v \leftarrow v + \frac{1}{n} \sum_i (x_i - v) \min(1, \tau / \lVert x_i - v \rVert)` (arXiv:2012.10333,
     Algorithm 2), ``iterations`` times, unweighted. The paper's first centre is the last round's aggregate of momenta.
-    Here it is what the clients started from, because the vectors are changes of it.
+    Here it is the values that the clients started from, because the vectors are changes of these values.
 
     Args:
         radius: :math:`\tau`, above 0. ``None``: the median of the distances to the centre, in each iteration, which
-            is our choice: a radius that suits depends on the model, and shrinks as training converges.
+            is our choice: a suitable radius depends on the model, and shrinks as training converges.
         iterations: 1 or more. The paper takes 1, with a centre that is near already.
         before: Pre-aggregations, see `RobustRule`.
 
@@ -568,19 +568,19 @@ class CenteredClipping(DistanceRule):
 
 
 class NormBound(DistanceRule):
-    r"""The weighted mean of changes, each at most so long (Sun et al., 2019, arXiv:1911.07963, Section 4.2).
+    r"""The weighted mean of changes clipped to a bounded norm (Sun et al., 2019, arXiv:1911.07963, Section 4.2).
 
-    :math:`\sum_i p_i x_i \min(1, M / \lVert x_i \rVert)` for changes :math:`x_i` of what the clients started from. A
-    fixed bound is the paper's; a bound relative to the others lets no client count for more than they do, without
-    knowledge of the model, but leaves the direction of its change free. Combine it with other rules where attackers
-    stay within the norm.
+    :math:`\sum_i p_i x_i \min(1, M / \lVert x_i \rVert)` for changes :math:`x_i` of the values that the clients started
+    from. A fixed bound is the paper's. A bound relative to the other clients lets no client count for more than they
+    do, without knowledge of the model, but leaves the direction of its change free. Combine it with other rules where
+    attackers stay within the norm.
 
     Args:
         bound: :math:`M`, above 0. ``None``: ``relative`` times the median of the round's norms.
         relative: How much longer than the median a change may be, above 0.
         relative_weight: How much more than the median of the weights above 0 a client may weigh, above 0, such as 2.
             ``None`` (default): :math:`p_i` is the client's share of all weights, as in federated averaging.
-        before: Pre-aggregations, see `RobustRule`. Mixed vectors have the mean weight of those in them.
+        before: Pre-aggregations, see `RobustRule`. A mixed vector has the mean weight of its arrivals.
 
     Raises:
         TypeError: If an argument is of a wrong type.
@@ -612,18 +612,18 @@ class NormBound(DistanceRule):
         norms = gram.diagonal().clamp(min=0).sqrt()
         bound = self.relative * float(norms.quantile(0.5)) if self.bound is None else self.bound
         if shares.sum() <= 0:
-            raise ValueError(f"the weights of all {len(shares)} arrivals are 0, and a mean needs one above 0.")
+            raise ValueError(f"the weights of all {len(shares)} arrivals are 0, but a mean needs a weight above 0.")
         if self.relative_weight is not None:
             shares = shares.clamp(max=self.relative_weight * float(shares[shares > 0].quantile(0.5)))
         return shares / shares.sum() * clipping(norms, bound)
 
 
 def ordered(rows: Tensor) -> list[Tensor]:
-    """Return vectors whose numbers ascend from one to the next, from vectors ``[n, numbers]`` in any order.
+    """Sort ``[n, numbers]`` along the first dimension; the result is a list of ``n`` vectors, ascending in each number.
 
-    By merge exchange (Knuth, The Art of Computer Programming, vol. 3, Algorithm 5.2.2M), whose comparisons do not
-    depend on the numbers. On one thread of a busy machine (torch 2.14, medians of 7), vectors of 65,536 numbers in
-    float32 take 1.3 ms if they are 10, 16 ms if 50 and 46 ms if 100; `torch.sort` along them takes 9.4, 111 and 279.
+    The method is merge exchange (Knuth, The Art of Computer Programming, vol. 3, Algorithm 5.2.2M), whose comparisons
+    do not depend on the numbers. On one thread of a busy machine (torch 2.14, medians of 7), vectors of 65,536 numbers
+    in float32 take 1.3 ms if they are 10, 16 ms if 50 and 46 ms if 100; `torch.sort` along them takes 9.4, 111 and 279.
 
     Example:
         >>> ordered(torch.tensor([[3, 1], [2, 5], [9, 0]]))
@@ -636,7 +636,7 @@ def ordered(rows: Tensor) -> list[Tensor]:
 
 
 def _exchanges(count: int) -> Iterator[tuple[int, int]]:
-    """Yield the pairs of places that merge exchange compares."""
+    """Yield the pairs of indices that merge exchange compares."""
     top = 1 << max(0, (count - 1).bit_length() - 1)
     step = top
     while step:
@@ -650,7 +650,7 @@ def _exchanges(count: int) -> Iterator[tuple[int, int]]:
 
 
 def clipping(norms: Tensor, bound: float) -> Tensor:
-    """Return what vectors of these norms are multiplied with so that none is longer than the bound.
+    """The factors that scale vectors of these norms to at most the bound.
 
     Example:
         >>> clipping(torch.tensor([0.0, 1.0, 4.0]), 2.0)
@@ -660,7 +660,7 @@ def clipping(norms: Tensor, bound: float) -> Tensor:
 
 
 def _distances(gram: Tensor, weights: Tensor) -> Tensor:
-    """Return the distances of vectors to their weighted sum, from their inner products."""
+    """The vectors' distances to their weighted sum, from their inner products."""
     towards = gram @ weights
     return (gram.diagonal() - 2 * towards + weights @ towards).clamp(min=0).sqrt()
 
@@ -670,5 +670,5 @@ def _at_least(dtype: torch.dtype, least: torch.dtype | None) -> torch.dtype:
 
 
 def _wide(tensor: Tensor) -> Tensor:
-    # torch computes with no type of one byte, and a mixture of half-precision numbers is none.
+    # torch cannot compute in one-byte floats, and a weighted mean of half-precision numbers is not one itself.
     return tensor.float() if tensor.element_size() < 4 else tensor
