@@ -22,13 +22,13 @@ from lightning_lowrank.federated.state import Base, ClientContext, ClientInfo, S
 
 
 def leading(shape: Sequence[int]) -> tuple[slice, ...]:
-    """Return the index of a tensor's leading block of this shape."""
+    """The index of the leading block of this shape in a larger tensor."""
     return tuple(slice(size) for size in shape)
 
 
 @torch.no_grad()
 def copy_blocks_into(live: Mapping[str, Tensor], values: Mapping[str, Tensor]) -> None:
-    """Copy leading blocks into the live tensors of the same names, whose other numbers become zero."""
+    """Copy leading blocks into the live tensors of the same names, and set the rest of these tensors to zero."""
     copy_into(live, {name: value for name, value in values.items() if value.shape == live[name].shape})
     for name, value in values.items():
         whole = live[name]
@@ -37,7 +37,7 @@ def copy_blocks_into(live: Mapping[str, Tensor], values: Mapping[str, Tensor]) -
             whole[leading(value.shape)].copy_(value)
 
 
-_BY_COUNTS = "numbers are averaged over the clients that sent them, by counts beside the values"
+_BY_COUNTS = "numbers are averaged over the clients that sent them, by counts in the messages"
 
 
 class PartAveraging(UnequalClients, ABC):
@@ -51,16 +51,16 @@ class PartAveraging(UnequalClients, ABC):
 
     @abstractmethod
     def part(self, model: Mapping[str, Tensor], client: ClientInfo) -> dict[str, Tensor]:
-        """Return the leading blocks of those of a model's tensors that a client trains."""
+        """The part of a model that a client trains: leading blocks of some or all tensors, by name."""
 
     @abstractmethod
     def variant(self, server: Server, level: float) -> Mapping[str, Tensor]:
-        """Return the global model of a level."""
+        """The global model of a level."""
 
     @property
     @abstractmethod
     def whole(self) -> float:
-        """The level of which the whole global model is."""
+        """The level at which clients train the whole global model."""
 
     def computed(self, base: Base, client: ClientInfo) -> Mapping[str, float]:
         model = trained_tensors(base.module)
@@ -78,7 +78,7 @@ class PartAveraging(UnequalClients, ABC):
     def _add(
         self, server: Server, tensors: Mapping[str, Tensor], weight: float, rows: Mapping[str, Tensor] | None = None
     ) -> None:
-        """Add a client's blocks to the means; of the tensors named in ``rows`` those rows alone that are true there."""
+        """Add a client's blocks to the means; of tensors named in ``rows``, only the rows marked true there."""
         values: dict[str, Tensor] = {}
         for name, whole in server.base.sent_up(server.model).items():
             values[name] = torch.zeros_like(to_float64(whole))
@@ -109,6 +109,6 @@ class PartAveraging(UnequalClients, ABC):
 
 
 def refuse_kept_moments(client: ClientContext, reason: str) -> None:
-    """Refuse optimizer states that a client kept from an earlier round, when it trained other numbers."""
+    """Raise if a client kept optimizer state from an earlier round, because that is of other trained numbers."""
     if "optimizers" in client.state:
         raise MisconfigurationException(f"optimizer_state='keep' is not possible: {reason}. Use 'reset'.")

@@ -1,7 +1,7 @@
-"""Shared parts of the methods that send some of the coordinates, or changes instead of values.
+"""Shared parts of methods that send some of the coordinates, or changes instead of values.
 
-With error feedback from the server, every side holds a common copy of the model, as ``base.state["held"]``. The server
-announces a compressed difference from its model to the copy, and every side adds that to the copy.
+With error feedback from the server, server and clients have a common copy of the model in ``base.state["held"]``. The
+server announces the compressed difference between its model and the copy, and all of them add it to the copy.
 """
 
 from __future__ import annotations
@@ -18,24 +18,24 @@ Tensors = dict[str, Tensor]
 
 
 def initial_parameters(base: Base) -> Tensors:
-    """Return copies of the module's trained parameters by name."""
+    """Copies of the module's trained parameters, by name."""
     return detached(base.parameters(trained_tensors(base.module)))
 
 
 @torch.no_grad()
 def missing(server: Server, compress: Callable[[Tensors], Tensors]) -> Tensors:
-    """Return the compressed difference from the common copy to the global model."""
+    """The compressed difference between the global model and the common copy."""
     return compress({name: server.model[name] - held for name, held in server.base.state["held"].items()})
 
 
 @torch.no_grad()
 def add_to_held(base: Base, difference: Mapping[str, Tensor]) -> None:
-    """Add an announced difference to the common copy. Tensors of the copy never change in place."""
+    """Add the server's announced difference to the common copy; its tensors are replaced, not changed in place."""
     base.state["held"] = {name: held + difference[name] for name, held in base.state["held"].items()}
 
 
 @torch.no_grad()
 def add_changes(server: Server, changed: Mapping[str, Tensor]) -> None:
-    """Fold arrivals into the model: changes of the tensors that ``changed`` names, new values of all others."""
+    """Update the model by the aggregate: add its tensors named in ``changed``, replace the model's by all others."""
     arrived = server.aggregated()
     server.take({name: server.model[name] + value if name in changed else value for name, value in arrived.items()})

@@ -1,4 +1,4 @@
-"""Clients' plain SGD, for methods that need the weight of each gradient in the change of a client's model."""
+"""Checks that clients use plain SGD, for methods that need a client's change as a known sum of its gradients."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from lightning_lowrank.federated.state import Base
 
 
 def parameter_groups(base: Base, method: str, plain: bool = False) -> dict[str, int]:
-    """The index of each trained parameter's group in the one ``torch.optim.SGD``; refuse others, or with momentum."""
+    """Each trained parameter's group index in the one ``torch.optim.SGD``; other optimizers are refused."""
     used = [type(optimizer) for optimizer in base.optimizers]
     if used != [torch.optim.SGD]:
         raise MisconfigurationException(
@@ -32,7 +32,7 @@ def parameter_groups(base: Base, method: str, plain: bool = False) -> dict[str, 
 
 
 def check_plain(group: Mapping[str, Any], method: str) -> None:
-    """Refuse a group of parameters whose steps are not by the learning rate times the gradient."""
+    """Raise if a parameter group's steps are not the learning rate times the gradient."""
     for option in ("momentum", "maximize"):
         if group[option]:
             raise MisconfigurationException(

@@ -1,4 +1,4 @@
-"""Ditto: every client trains the global model and a personal model that is held near to it."""
+"""Ditto: every client trains the global model and a personal model that is regularized towards it."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ class Ditto(OwnSteps):
             pull(step.parameters, step.round_state["received"], self.regularization)
 
     def passes(self, client: ClientInfo) -> tuple[float, float]:
-        """The global model's copy and the personal model have a step each."""
+        """Two forward and two backward passes: the global model's copy and the personal model take a step each."""
         return 2, 2
 
     def local_update(self, step: LocalStep, update: Callable[[], None]) -> None:
@@ -101,14 +101,14 @@ class Ditto(OwnSteps):
 
 @torch.no_grad()
 def _exchange(first: Sequence[Tensor], second: Sequence[Tensor]) -> None:
-    """Exchange the values of tensors, in place."""
+    """Swap the values of two lists of tensors, in place."""
     kept = [value.clone() for value in first]
     copy_each(first, second)
     copy_each(second, kept)
 
 
 def _personal_moments(optimizer: Optimizer) -> dict[Tensor, dict[str, Any]]:
-    """Take the personal model's moments out of an optimizer's state, and return them by their own names."""
+    """Remove the personal model's moments from an optimizer's state, and return them without their prefix."""
     moments = {}
     for parameter, state in optimizer.state.items():
         own = {name.removeprefix(_PREFIX): state.pop(name) for name in list(state) if name.startswith(_PREFIX)}

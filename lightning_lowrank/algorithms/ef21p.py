@@ -1,4 +1,4 @@
-"""EF21-P: both directions are compressed, and the server sends later what it left out of a broadcast."""
+"""EF21-P: compression in both directions, with error feedback at the server."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from lightning_lowrank.seeding import derive_seed
 class EF21P(ChangesBase, OwnCodec):
     r"""Error feedback from the server, unbiased random coordinates from the clients (Gruntkowska et al., ICML 2023).
 
-    All clients hold one and the same copy :math:`w` of the server's model :math:`x`; both are the initial model, which
-    every side has, before the first round. In each round
+    All clients have the same copy :math:`w` of the server's model :math:`x`; before the first round, both are the
+    initial model. In each round
 
     .. math::
-        w &\leftarrow w + \operatorname{Top}_k(x - w) && \text{on every side} \\
+        w &\leftarrow w + \operatorname{Top}_k(x - w) && \text{on server and clients} \\
         x &\leftarrow x + \textstyle\sum_i p_i \operatorname{Rand}_k(w_i - w) && \text{on the server},
 
     where client :math:`i` trains from :math:`w` to :math:`w_i`, and :math:`\operatorname{Rand}_k` keeps :math:`k` of
@@ -58,7 +58,7 @@ class EF21P(ChangesBase, OwnCodec):
         self._top_k = TopK(share=share_down)
 
     def setup(self, base: Base) -> None:
-        """Make the common copy, which is the initial model."""
+        """Create the common copy, which starts as the initial model."""
         if "held" not in base.state:
             base.state["held"] = initial_parameters(base)
 
@@ -69,14 +69,14 @@ class EF21P(ChangesBase, OwnCodec):
         return Split(base.initial_buffers, Dense(), self._top_k)
 
     def reference(self, base: Base, received: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
-        """Return the buffers: of the parameters, clients send changes."""
+        """The reference of an upload: the received buffers; parameters are sent as changes and have none."""
         return {name: value for name, value in received.items() if name in base.initial_buffers}
 
     def begin_round(self, server: Server) -> None:
         self.announce(server, missing(server, self._top_k.transmit))
 
     def broadcast(self, server: Server, client: ClientInfo) -> Message:
-        """The model; the downlink's code sends the announced difference in place of the parameters."""
+        """The model, with the downlink's codec, which sends the announced difference in place of the parameters."""
         return Message(server.sent_down(), self.downlink(server.base))
 
     def aggregate(self, server: Server) -> None:
@@ -84,7 +84,7 @@ class EF21P(ChangesBase, OwnCodec):
         add_changes(server, server.base.state["held"])
 
     def begin(self, client: ClientContext, message: Message) -> None:
-        """Install the common copy, which contains what was received."""
+        """Install the received buffers and the common copy, to which the broadcast difference has been added."""
         copy_into(client.model, {**message.tensors, **client.base.state["held"]})
 
     @torch.no_grad()

@@ -97,7 +97,7 @@ class FedBAT(ChangesBase, OwnCodec, OwnSteps):
         self._pending: dict[str, _Binarised] = {}
 
     def setup(self, base: Base) -> None:
-        """Find the parameters of normalisation layers, which stay in full precision; make the common copy."""
+        """Find the parameters of normalisation layers, which stay in full precision, and create the common copy."""
         self._exact = frozenset(
             f"{layer_name}.{name}" if layer_name else name
             for layer_name, layer in base.module.named_modules()
@@ -119,7 +119,7 @@ class FedBAT(ChangesBase, OwnCodec, OwnSteps):
         return self._codec(base) if self.compress_down else None
 
     def reference(self, base: Base, received: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
-        """Return the tensors that clients send as values; they send changes of the others."""
+        """The reference of an upload: the received tensors, except those of which clients send changes."""
         changes = self._binarised(base, received)
         return {name: value for name, value in received.items() if name not in changes}
 
@@ -134,7 +134,7 @@ class FedBAT(ChangesBase, OwnCodec, OwnSteps):
         self.announce(server, missing(server, compress))
 
     def broadcast(self, server: Server, client: ClientInfo) -> Message:
-        """Return the model; with ``compress_down``, in its code the announced difference replaces it."""
+        """The model; with ``compress_down``, its codec sends the announced difference in place of the parameters."""
         message = super().broadcast(server, client)
         return Message(message.tensors, self.downlink(server.base))
 
@@ -143,7 +143,7 @@ class FedBAT(ChangesBase, OwnCodec, OwnSteps):
         add_changes(server, self._binarised(server.base, server.model))
 
     def begin(self, client: ClientContext, message: Message) -> None:
-        """Install what was received; magnitudes are unknown before binarisation."""
+        """Install the received model; a magnitude is unknown (-1) before binarisation begins."""
         base = client.base
         start = base.state["held"] if self.compress_down else self._binarised(base, message.tensors)
         copy_into(client.model, {**message.tensors, **start})
@@ -152,8 +152,8 @@ class FedBAT(ChangesBase, OwnCodec, OwnSteps):
         client.round_state.update(start=start, first_magnitude=unknown, exponent=zeros)
 
     def local_update(self, step: LocalStep, update: Callable[[], None]) -> None:
-        """Step on the loss of the binarised update, after a client's steps in full precision."""
-        # A share of 0.28 of 25 steps comes out just above 7.
+        """After a client's first steps in full precision, step on the loss at the binarised update."""
+        # Less a tolerance for rounding errors: 0.28 * 25 is just above 7.
         binarises = step.number >= self.full_precision_share * step.steps - 1e-9
         if binarises.any():
             self._put_binarised(step, binarises)
@@ -164,7 +164,7 @@ class FedBAT(ChangesBase, OwnCodec, OwnSteps):
 
     @torch.no_grad()
     def _put_binarised(self, step: LocalStep, binarises: Tensor) -> None:
-        """Draw the forward pass's weights, for the clients that binarise."""
+        """Draw binarised weights for the forward pass, for the clients that binarise in this step."""
         device = step.base.device
         draws = [
             generator(step.base.seed, "binarise", step.round, client, step.number, device=device)
@@ -186,14 +186,14 @@ class FedBAT(ChangesBase, OwnCodec, OwnSteps):
             binary = _binarise(x, alpha, uniform)
             on, inside = step.expand(on, x), x.abs() <= alpha
             slope = binary - torch.where(inside, x, 0)
-            # The magnitude of a client that does not binarise yet is below zero, and so out of bounds.
+            # A client that does not binarise yet has a negative magnitude, which is out of bounds.
             free = (magnitude >= self.magnitudes[0]) & (magnitude <= self.magnitudes[1])
             self._pending[name] = _Binarised(weights.detach().clone(), inside | ~on, slope, free)
             weights.copy_(torch.where(on, start + binary, weights))
 
     @torch.no_grad()
     def before_step(self, step: LocalStep) -> None:
-        """Restore the weights, with the masked gradients of the binarised ones; step the magnitudes."""
+        """Restore the weights, mask the gradients of the binarised ones, and step the magnitudes."""
         rates = {
             id(parameter): group["lr"]
             for optimizer in step.base.optimizers
@@ -207,7 +207,7 @@ class FedBAT(ChangesBase, OwnCodec, OwnSteps):
                 continue
             gradient = self.rho * (parameter.grad * pending.slope).reshape(*exponent.shape, -1).sum(-1) * pending.free
             rate = rates[id(parameter)] if self.learning_rate is None else self.learning_rate
-            # 16-bit loss scaling skips a step whose gradients are not finite.
+            # Zeros for NaN and infinity, because 16-bit loss scaling skips a step whose gradients are not finite.
             exponent.sub_(rate * gradient.nan_to_num(0.0, 0.0, 0.0))
             parameter.grad.mul_(pending.passes)
 
@@ -224,7 +224,7 @@ class FedBAT(ChangesBase, OwnCodec, OwnSteps):
         return Message(sent, self._codec(client.base))
 
     def _binarised(self, base: Base, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Return the ``tensors`` whose updates are binarised."""
+        """The ``tensors`` whose updates are binarised."""
         return {name: value for name, value in base.parameters(tensors).items() if name not in self._exact}
 
     def _codec(self, base: Base) -> Codec:
@@ -232,9 +232,9 @@ class FedBAT(ChangesBase, OwnCodec, OwnSteps):
 
 
 class _Binarised(NamedTuple):
-    """What `FedBAT.before_step` needs after the backward pass of binarised weights.
+    """A tensor's weights and derivatives for `FedBAT.before_step`, after the backward pass at binarised weights.
 
-    ``passes`` is where gradients go straight through to the weights, ``slope`` the derivative of the update with
+    ``passes`` masks the gradients that go straight through to the weights, ``slope`` the derivative of the update with
     respect to the logarithm of the magnitude, ``free`` whether the magnitude is within its bounds.
     """
 
@@ -253,8 +253,8 @@ def _uniform(like: Tensor, draws: torch.Generator) -> Tensor:
 
 
 def _binarise(update: Tensor, alpha: Tensor, uniform: Tensor) -> Tensor:
-    """Return plus or minus ``alpha``, plus with probability (update / alpha + 1) / 2 where that is between 0 and 1."""
+    """Plus or minus ``alpha``: plus with probability (update / alpha + 1) / 2, clipped to [0, 1]."""
     x = update.to(_precise(update))
     plus = uniform < (x / alpha + 1) / 2
-    # The last term keeps NaN and infinity visible, which a sign would hide.
+    # The last term propagates NaN and infinity, which a sign would hide.
     return (torch.where(plus, alpha, -alpha) + 0 * x).to(update.dtype)

@@ -38,10 +38,10 @@ class LocalPart(Algorithm, ABC):
 
     @abstractmethod
     def own_names(self, base: Base) -> set[str]:
-        """Return the names of the trained parameters and persistent buffers that stay with the clients."""
+        """Names of the trained parameters and persistent buffers that stay with the clients."""
 
     def setup(self, base: Base) -> None:
-        """Find the clients' own part."""
+        """Find the part of the model that stays with the clients."""
         self._own = self.own_names(base)
         method, module = type(self).__name__, base.module
         shared = {name for name, value in module.named_parameters() if value.requires_grad} - self._own
@@ -100,7 +100,7 @@ class FedBN(LocalPart):
         self.layers = layers
 
     def own_names(self, base: Base) -> set[str]:
-        """Return the tensors of the normalization layers; warn if there are none."""
+        """Names of the normalization layers' tensors; warn if the module has no such layer."""
         others = (*INSTANCE_NORMS, nn.GroupNorm, nn.LayerNorm, nn.RMSNorm)
         kinds = BATCH_NORMS if self.layers == "batch" else (*BATCH_NORMS, *others)
         norms = [name for name, layer in base.module.named_modules() if isinstance(layer, kinds)]
@@ -137,7 +137,7 @@ class FedPer(LocalPart):
         self.patterns = list(patterns)
 
     def own_names(self, base: Base) -> set[str]:
-        """Return the tensors whose names match."""
+        """Names of the tensors that match ``patterns``."""
         names = list(trained_tensors(base.module))
         check_patterns("FedPer's patterns", self.patterns, names, "trained parameter or persistent buffer")
         return {name for name in names if any(matches(pattern, name) for pattern in self.patterns)}

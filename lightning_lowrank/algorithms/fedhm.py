@@ -112,7 +112,7 @@ class FedHM(UnequalClients):
         self._variants: dict[float, Mapping[str, Tensor]] = {}
 
     def setup(self, base: Base) -> None:
-        """Check the conversion; fold the factors into the weights, so that these are the model."""
+        """Check the conversion, and fold the factors into the weights, which then are the whole model."""
         self._layers = dict(low_rank_layers(base.module, tied=False))
         largest = max(level for level in self.levels if level < 1)
         wanted = f"put LowRank(MatrixProduct(), rank_ratio={largest:g}, train_base=True) before FederatedLoop"
@@ -140,11 +140,11 @@ class FedHM(UnequalClients):
                     factor.zero_()
 
     def group_key(self, client: ClientInfo) -> Hashable:
-        """Clients that train factors, of any rank, step together, and so do clients that train weights."""
+        """Whether the client trains weights, not factors: only clients with the same answer step together."""
         return self._capacities.level(client) == 1
 
     def computed(self, base: Base, client: ClientInfo) -> Mapping[str, float]:
-        """A client below level 1 computes with factors of its own rank alone."""
+        """For a client below level 1, the shares of the layers' ranks that it computes with."""
         level = self._capacities.level(client)
         if level == 1:
             return {}
@@ -171,7 +171,7 @@ class FedHM(UnequalClients):
         return Message(self._sent({**server.sent_down(), **factors}, level))
 
     def begin(self, client: ClientContext, message: Message) -> None:
-        """Install the message; columns beyond the client's rank, and what it does not train, are zero."""
+        """Install the message; columns beyond the client's rank, and tensors that it does not train, become zero."""
         refuse_kept_moments(client, "the factors that FedHM gives a client are new in each round")
         with torch.no_grad():
             for name in client.model.keys() & self._absent:
@@ -179,7 +179,7 @@ class FedHM(UnequalClients):
         copy_blocks_into(client.model, message.tensors)
 
     def before_step(self, step: LocalStep) -> None:
-        """Drop gradients of tensors that the client does not have; a model that reads a layer's weight makes some."""
+        """Drop gradients of tensors that the client does not have; they arise if a model reads a layer's weight."""
         for name in self._absent:
             step.parameters[name].grad = None
 
@@ -203,9 +203,10 @@ class FedHM(UnequalClients):
         super().aggregate(server)
 
     def variants(self, server: Server) -> dict[str, Mapping[str, Tensor]]:
-        """Return the global model of each level below 1, by the level, its weights truncated to the level's ranks.
+        """For each level below 1, the global model with its weights truncated to the level's ranks.
 
-        It has no statistics; `StaticBatchNorm` gives it some, and without that those of the global model are used.
+        These models have no BatchNorm statistics of their own: `StaticBatchNorm` computes them, and without it those of
+        the global model are used.
         """
         return {f"{level:g}": self._variant(server, level) for level in self.levels if level < 1}
 
@@ -231,7 +232,7 @@ class FedHM(UnequalClients):
         return {**server.parameters(), **self._variants[level]}
 
     def _spectral_factors(self, server: Server) -> dict[str, Tensor]:
-        """Return the factors of all global weights at the largest rank. Lower ranks are their first columns."""
+        """The factors of all global weights at the largest rank; those of a lower rank are their first columns."""
         weights = {name: server.model[f"{name}.frozen_weight"] for name in self._layers}
         if any(self._source.get(name) is not weight for name, weight in weights.items()):
             self._source, self._variants, self._factors = weights, {}, {}
@@ -241,7 +242,7 @@ class FedHM(UnequalClients):
         return self._factors
 
     def _sent(self, model: Mapping[str, Tensor], level: float) -> dict[str, Tensor]:
-        """Return the part of a model that a client of a level has."""
+        """The part of a model that clients of a level have."""
         sent = dict(model)
         for name, layer in self._layers.items():
             if level < 1:

@@ -1,4 +1,4 @@
-"""FedMUD: clients learn a low-rank *change* to a frozen weight, which every side folds into the weight."""
+"""FedMUD: clients learn a low-rank *change* to a frozen weight; server and clients fold it into the weight."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ class FedMUD(ChangesBase):
     +BKD, ``decouple=True`` is +AAD, ``half_frozen=True`` is +F.
 
     Between two resets the factors are trained and averaged like any parameter. Every ``reset_interval`` rounds,
-    :math:`W \leftarrow W + f(\bar U, \bar V)` on every side and the factors are drawn again. The weights accumulate
-    low-rank changes, so their own rank is not limited; weights of 16 bits do so in single precision, beside them, which
-    takes 4 more bytes for each number. In the round after a reset the server sends the averaged
-    factors, from which a client computes that change, and the seed. Clients outside the cohort need that broadcast too.
-    As in the paper, ``comm/down_bytes`` counts the cohort only; the bytes for the others are logged as
+    :math:`W \leftarrow W + f(\bar U, \bar V)` at server and clients, and the factors are drawn again. The weights
+    accumulate low-rank changes, so their own rank is not limited. For weights of 16 bits, the sum is kept in single
+    precision in addition, which takes 4 more bytes for each number. In the round after a reset the server sends the
+    averaged factors, from which a client computes that change, and the seed. Clients outside the cohort need that
+    broadcast too. As in the paper, ``comm/down_bytes`` counts the cohort only; the bytes for the others are logged as
     ``comm/idle_down_bytes``.
 
     Args:
@@ -77,7 +77,7 @@ class FedMUD(ChangesBase):
         for name, layer in self._layers.items():
             names = {factor: f"{name}.factors.{factor}" for factor in layer.factors}
             if not message.keys() >= {*names.values()}:
-                # Nothing of it is trained in this round.
+                # The layer's factors are not trained in this round.
                 continue
             averaged = {factor: message[key] for factor, key in names.items()}
             layer.fold(averaged, partial(base.fold, name))
@@ -86,11 +86,11 @@ class FedMUD(ChangesBase):
         base.state["factors"] = detached(drawn)
 
     def reference(self, base: Base, received: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
-        """Return what training starts from: the redrawn factors after a reset."""
+        """The values that training starts from: the received tensors, and after a reset the redrawn factors."""
         return {**received, **base.state["factors"]} if "seed" in received else received
 
     def drawn_in(self, name: str, round_number: int) -> int:
-        """Return the round after the last reset, for factors."""
+        """For factors, the first round after their last reset; 0 for all other tensors."""
         return round_number - round_number % self.reset_interval if name in self._factors else 0
 
     @torch.no_grad()
@@ -105,6 +105,6 @@ class FedMUD(ChangesBase):
         server.model.update(server.base.state["factors"])
 
     def begin(self, client: ClientContext, message: Message) -> None:
-        """Install the received values, and the redrawn factors after a reset."""
+        """Install the received tensors, and after a reset the redrawn factors."""
         start = dict(self.reference(client.base, message.tensors))
         copy_into(client.model, {name: value for name, value in start.items() if name in client.model})

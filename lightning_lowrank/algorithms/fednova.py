@@ -56,7 +56,7 @@ class FedNova(Algorithm):
         self._groups = parameter_groups(base, "FedNova")
 
     def begin(self, client: ClientContext, message: Message) -> None:
-        """Install what was received, and start counting."""
+        """Install the received model, and start counting the client's work."""
         super().begin(client, message)
         groups = client.base.optimizers[0].param_groups
         if "optimizers" in client.state and any(group["momentum"] for group in groups):
@@ -65,23 +65,23 @@ class FedNova(Algorithm):
                 f" {client.id} kept momentum from earlier rounds: set optimizer_state='reset'."
             )
         received = client.base.parameters(message.tensors)
-        # On the CPU, so that no step waits for a device.
+        # Counted on the CPU, so that no step waits for a device.
         zeros = torch.zeros(len(groups), dtype=torch.float64)
         client.round_state.update({"received": received, "momentum": zeros, "norms": zeros.clone()})
 
     def before_step(self, step: LocalStep) -> None:
-        """Count the step: what it would be if all gradients were 1."""
+        """Add the step to the client's amount of work: the length of the step if all gradients were 1."""
         for number, group in enumerate(step.base.optimizers[0].param_groups):
             momentum, norm = (step.round_state[name][..., number] for name in ("momentum", "norms"))
             inflow = 1 - group["dampening"] if group["momentum"] else 1.0
-            # The buffer starts with the whole first gradient, without dampening.
+            # As in torch, the momentum starts with the first gradient without dampening.
             momentum.copy_(torch.where(momentum == 0, 1.0, group["momentum"] * momentum + inflow))
             norm += group["lr"] * (1 + group["momentum"] * momentum if group["nesterov"] else momentum)
 
     @torch.no_grad()
     def end(self, client: ClientContext) -> Message:
         norms = client.round_state["norms"]
-        # Where all learning rates were 0 the change is 0, whatever it is divided by.
+        # If all learning rates were 0, the change is 0 with any divisor.
         divisors = torch.where(norms > 0, norms, 1.0)
         changes = {
             name: (client.round_state["received"][name] - value) / divisors[self._groups[name]]
@@ -93,7 +93,7 @@ class FedNova(Algorithm):
 
     @torch.no_grad()
     def aggregate(self, server: Server) -> None:
-        """Take the mean change per unit of work, times the mean amount of work."""
+        """Subtract the mean change per unit of work, times the mean amount of work, from the model."""
         mean = server.aggregated()
         norms = mean.pop(_NORMS)
         for name, value in server.base.parameters(mean).items():

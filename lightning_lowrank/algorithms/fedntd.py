@@ -61,7 +61,7 @@ class FedNTD(OwnSteps):
         client.round_state["received"] = detached(client.model)
 
     def passes(self, client: ClientInfo) -> tuple[float, float]:
-        """The received model is the teacher of each batch."""
+        """Two forward passes and one backward: the received model computes each batch as the teacher."""
         return 2, 1
 
     def loss(self, step: LocalStep, batch: Any, training_step: Callable[[], Any]) -> Any:
@@ -79,7 +79,7 @@ class FedNTD(OwnSteps):
         return add_to_loss(output, self.beta * F.kl_div(own, known, reduction="batchmean", log_target=True))
 
     def _targets_of(self, batch: Any, size: int) -> Tensor:
-        """Return the class of each sample of a batch, ``[size]``."""
+        """The class of each sample of a batch, ``[size]``."""
         try:
             targets = batch[self.targets]
         except (LookupError, TypeError, ValueError):
@@ -101,8 +101,8 @@ class FedNTD(OwnSteps):
         )
 
     def _not_true(self, logits: Tensor, targets: Tensor) -> Tensor:
-        """Return the log-probabilities of the classes other than each sample's, ``[batch, classes - 1]``."""
+        """Log-probabilities of the classes other than each sample's own, ``[batch, classes - 1]``."""
         others = torch.arange(logits.shape[1] - 1, device=logits.device)
-        # From the sample's own class on, the next one is taken.
+        # Shifted by one from the sample's own class on, so that this class is left out.
         others = others + (others >= targets.unsqueeze(1)).long()
         return F.log_softmax(logits.gather(1, others) / self.temperature, dim=1)

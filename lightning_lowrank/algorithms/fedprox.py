@@ -1,4 +1,4 @@
-"""FedProx: a proximal term holds clients near to the model that they received."""
+"""FedProx: a proximal term keeps clients near to the model that they received."""
 
 from __future__ import annotations
 

@@ -18,7 +18,7 @@ from lightning_lowrank.seeding import generator
 
 
 class FedSB(CoreMethod):
-    r"""Fed-SB: LoRA-SB, of which only the core :math:`R` travels (Singhal et al., 2025).
+    r"""Fed-SB: LoRA-SB of which only the core :math:`R` is trained and sent (Singhal et al., 2025).
 
     The weight of a layer is :math:`W_0 + s\, B R A`. :math:`B` and :math:`A` have orthonormal columns and rows and are
     fixed; clients train :math:`R`, of :math:`r \times r` numbers, and the server averages it. The mean is exact:
@@ -28,16 +28,16 @@ class FedSB(CoreMethod):
     singular value decomposition :math:`B \Sigma A` of that step's update, and :math:`R = \Sigma / s`. The authors'
     code computes the update's whole gradient in one place, of a sample of all clients' data, and takes its sign. Here
     no client sends anything of the size of a weight. The first rounds find the decomposition by subspace iteration
-    (Halko et al., 2011): in round 0 clients train :math:`B` from zero beside a random orthonormal :math:`A`, in round 1
-    :math:`A` from zero beside the orthonormal basis of the mean :math:`B`, and so on. The last such round's mean update
+    (Halko et al., 2011): in round 0 clients train :math:`B` from zero with a random orthonormal :math:`A`, in round 1
+    :math:`A` from zero with the orthonormal basis of the mean :math:`B`, and so on. The last such round's mean update
     is decomposed and kept. With one step of SGD in these rounds this is the decomposition, without the sign, of the
     mean gradient at :math:`W_0`, exact if its rank is at most :math:`r`.
 
     Put ``LowRank(CoreProduct(), rank=64, freeze_rest=True)`` before the loop; the factors are :math:`B` = ``U``,
     :math:`R` = ``H`` and :math:`A` = ``Vᵀ``. Other trained parameters, such as a head, are averaged as in `FedAvg`. In
-    the rounds that find the subspaces clients send one factor, and every client, also outside the cohort, is sent its
-    mean's basis, then ``U`` and ``V`` once. In all further rounds the cores alone cross the wire, whatever the number
-    of clients. A robust rule as the loop's ``aggregator`` takes the place of the means.
+    the rounds that find the subspaces clients send one factor, and every client, also outside the cohort, is sent the
+    basis of its mean, then ``U`` and ``V`` once. In all further rounds the cores alone cross the wire, whatever the
+    number of clients. A robust rule as the loop's ``aggregator`` takes the place of the means.
 
     Args:
         subspace_rounds: Rounds that find :math:`B` and :math:`A`, 2 or more. More of them come nearer to the
@@ -72,7 +72,7 @@ class FedSB(CoreMethod):
         return factorization.heads == 1
 
     def trained(self, round_number: int) -> str:
-        """Return the factor that clients train in a round."""
+        """The factor that clients train in a round."""
         return "UV"[round_number % 2] if round_number < self.subspace_rounds else "H"
 
     @override
@@ -82,7 +82,7 @@ class FedSB(CoreMethod):
 
     @override
     def drawn_in(self, name: str, round_number: int) -> int:
-        """Return the round itself, for factors that stand beside a basis that the round before has found."""
+        """For ``U`` and ``V``, the round itself as long as each round finds a new basis; 0 for all other tensors."""
         return min(round_number, self.subspace_rounds) if name in self._bases else 0
 
     @override
@@ -106,7 +106,7 @@ class FedSB(CoreMethod):
 
     @override
     def update_base(self, base: Base, message: Mapping[str, Tensor]) -> None:
-        """Take the bases that the server found."""
+        """Install the bases that the server announced."""
         if not message:
             return
         bases: dict[str, Tensor] = {}
@@ -121,7 +121,7 @@ class FedSB(CoreMethod):
 
     @torch.no_grad()
     def aggregate(self, server: Server) -> None:
-        """Average what was trained; in the rounds that find the subspaces, take its basis."""
+        """Average the trained parameters; in the rounds that find the subspaces, announce the basis of the mean."""
         super().aggregate(server)
         left = self.subspace_rounds - 1 - server.round
         if left < 0:

@@ -53,7 +53,7 @@ class FedSLoP(ChangesBase):
         self._places: dict[str, tuple[int, int, int]] = {}
 
     def setup(self, base: Base) -> None:
-        """Check the optimizers, and find each parameter's place in them."""
+        """Check the optimizers, and find each parameter's position in their groups."""
         self._places = {}
         names = {value: name for name, value in base.module.named_parameters() if value.requires_grad}
         for number, optimizer in enumerate(base.optimizers):
@@ -66,13 +66,13 @@ class FedSLoP(ChangesBase):
             for index, group in enumerate(optimizer.param_groups):
                 if group["refresh_interval"] is not None and group["rank"] is not None:
                     raise MisconfigurationException(
-                        f"FedSLoP has one subspace a round, and ProjectedSGD has refresh_interval="
+                        f"FedSLoP has one subspace a round, but ProjectedSGD has refresh_interval="
                         f"{group['refresh_interval']}, which would draw others within it: set refresh_interval=None."
                     )
                 if group["subspace"] != "random" and group["rank"] is not None:
                     raise MisconfigurationException(
-                        f"FedSLoP's subspaces are drawn from a seed, and ProjectedSGD has subspace="
-                        f"{group['subspace']!r}, which the other side could not draw again: set subspace='random'."
+                        f"FedSLoP's subspaces are drawn from a seed, but ProjectedSGD has subspace="
+                        f"{group['subspace']!r}, which the server could not draw again: set subspace='random'."
                     )
                 for position, parameter in enumerate(group["params"]):
                     if parameter in names:
@@ -117,7 +117,7 @@ class FedSLoP(ChangesBase):
         return Message(sent)
 
     def drawn_in(self, name: str, round_number: int) -> int:
-        """Return the round itself, for coefficients: each round has its own subspaces."""
+        """For coefficients, the round itself, because each round has new subspaces; 0 for all other tensors."""
         return round_number if name.startswith(_COEFFICIENTS) else 0
 
     @staticmethod
@@ -125,18 +125,18 @@ class FedSLoP(ChangesBase):
         return derive_seed(server.seed, "subspace", server.round)
 
     def _projection(self, base: Base, name: str) -> Tensor | None:
-        """Return the round's ``P`` of a parameter, ``None`` for what is not projected."""
+        """The round's ``P`` of a parameter; ``None`` for a parameter that is not projected."""
         if name not in self._places:
             return None
         number, index, position = self._places[name]
         optimizer = base.optimizers[number]
         assert isinstance(optimizer, ProjectedSGD)
-        # Asked for by place: while clients step together, the optimizer holds their stacks.
+        # Looked up by position, because while clients step together, the optimizer has stacks of their parameters.
         return optimizer.projection(optimizer.param_groups[index]["params"][position])
 
 
 def _enter(base: Base, seed: int) -> None:
-    """Let a side's optimizers step in the subspaces of a seed. In a simulation all sides share the optimizers."""
+    """Set the seed of the optimizers' subspaces; in a simulation, server and clients share the optimizers."""
     for optimizer in base.optimizers:
         assert isinstance(optimizer, ProjectedSGD)
         if any(group["seed"] != seed for group in optimizer.param_groups):

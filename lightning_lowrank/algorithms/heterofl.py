@@ -31,7 +31,7 @@ _CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
 _NORMS: tuple[type[nn.Module], ...] = (*BATCH_NORMS, *INSTANCE_NORMS)
 _HELD = "heterofl.held"
 _Extent = tuple[int, int] | None
-"""The channels of a sliced dimension, and the numbers for each; ``None`` for another dimension."""
+"""Number of channels of a sliced dimension, and of numbers for each channel; ``None`` for other dimensions."""
 
 
 class HeteroFL(PartAveraging):
@@ -105,7 +105,7 @@ class HeteroFL(PartAveraging):
         self._rate = 1.0
 
     def setup(self, base: Base) -> None:
-        """Find the dimensions that are sliced; zero the channels beyond the largest rate, which no client trains."""
+        """Find the sliced dimensions, and zero the channels beyond the largest rate, which no client trains."""
         self._extents, products = _survey(base.module)
         self._scaled = products[:-1]
         last = {id(value) for value in products[-1].parameters()}
@@ -128,7 +128,7 @@ class HeteroFL(PartAveraging):
 
     @property
     def whole(self) -> float:
-        """The largest rate: the channels beyond are zero."""
+        """The largest rate; channels beyond it are zero."""
         return max(self.rates)
 
     def part(self, model: Mapping[str, Tensor], client: ClientInfo) -> dict[str, Tensor]:
@@ -157,7 +157,7 @@ class HeteroFL(PartAveraging):
         rows = next(iter(self._last.values()))
         labels = client.labels
         if labels is None:
-            # A server that learns the form of the message knows none.
+            # The server calls this only to find the message's names and shapes, and has no labels.
             held = torch.ones(rows, dtype=torch.bool)
         else:
             needed = f"last_layer='holders' needs labels from 0 to {rows - 1}, the last layer's rows, and client"
@@ -170,9 +170,10 @@ class HeteroFL(PartAveraging):
         self._add(server, tensors, weight, None if held is None else dict.fromkeys(self._last, held))
 
     def variants(self, server: Server) -> dict[str, Mapping[str, Tensor]]:
-        """Return the network of each rate but the largest, by the rate, cut from the global one.
+        """For each rate below the largest, the network of this rate, cut from the global one.
 
-        It has no statistics; `StaticBatchNorm` gives it some, and without that those of the global network are used.
+        These networks have no BatchNorm statistics of their own: `StaticBatchNorm` computes them, and without it those
+        of the global network are used.
         """
         return {f"{rate:g}": self.variant(server, rate) for rate in self.rates if rate < max(self.rates)}
 
@@ -186,7 +187,7 @@ class HeteroFL(PartAveraging):
         return {name: value[leading(self._shape(name, value.shape, rate))] for name, value in model.items()}
 
     def _shape(self, name: str, whole: Sequence[int], rate: float) -> tuple[int, ...]:
-        """Return the shape of the slice of a tensor whose whole shape is given."""
+        """The shape of a tensor's slice at a rate; ``whole`` is the shape of the tensor."""
         extents = self._extents.get(name, (None,) * len(whole))
         return tuple(
             size if extent is None else ceil(rate * extent[0]) * extent[1]
@@ -199,7 +200,7 @@ def _scale_output(rate: float, layer: nn.Module, inputs: Any, output: Tensor) ->
 
 
 def _survey(module: nn.Module) -> tuple[dict[str, tuple[_Extent, ...]], list[nn.Module]]:
-    """Return the sliced dimensions of the module's tensors by name, and the convolutions and linear layers."""
+    """The sliced dimensions of the module's tensors by name, and its convolutions and linear layers."""
     layers = [(name, layer) for name, layer in module.named_modules() if _own_tensors(layer)]
     for name, layer in layers:
         _check_layer(name, layer)
@@ -234,7 +235,7 @@ def _survey(module: nn.Module) -> tuple[dict[str, tuple[_Extent, ...]], list[nn.
 
 
 def _inputs(name: str, layer: nn.Module, previous: nn.Module | None, hidden: Mapping[int, None]) -> _Extent:
-    """Return how the input of a layer that is not the first is sliced."""
+    """The extent of a layer's input dimension, for all layers but the first; ``None`` if it is not sliced."""
     if getattr(layer, "groups", 1) > 1:
         if layer.groups != layer.in_channels:
             _refuse(name, layer, f"has groups={layer.groups}: a slice of the channels is not a slice of the groups")

@@ -66,7 +66,7 @@ class MOON(OwnSteps):
         client.round_state.update(received=received, last=client.state.get("last", received))
 
     def passes(self, client: ClientInfo) -> tuple[float, float]:
-        """Features of the received model and of the client's last one are compared with its own."""
+        """Three forward passes and one backward: the received and the client's last model compute features too."""
         return 3, 1
 
     def loss(self, step: LocalStep, batch: Any, training_step: Callable[[], Any]) -> Any:

@@ -1,4 +1,4 @@
-"""pFedMe: every client trains a model of its own, held near to a local copy of the global one, which follows it."""
+"""pFedMe: every client trains a personal model near to a local copy of the global model, which follows it."""
 
 from __future__ import annotations
 
@@ -93,7 +93,7 @@ class PFedMe(OwnSteps):
 
 
 def working_copy(value: Tensor) -> Tensor:
-    """Return a copy in single precision at least, for steps that a lower precision would lose."""
+    """A copy in at least single precision, because small steps would be rounded away in a lower one."""
     return value.detach().to(torch.promote_types(value.dtype, torch.float32), copy=True)
 
 
@@ -106,5 +106,5 @@ def pull(parameters: Mapping[str, Tensor], centre: Mapping[str, Tensor], regular
 
 
 def mix(old: Mapping[str, Tensor], mean: Mapping[str, Tensor], share: float) -> dict[str, Tensor]:
-    r"""Return :math:`(1-\beta)` ``old`` + :math:`\beta` ``mean`` of the tensors that ``mean`` names."""
+    r""":math:`(1-\beta)` ``old`` + :math:`\beta` ``mean``, for each tensor of ``mean``."""
     return {name: old[name].to(value.dtype).lerp(value, share) for name, value in mean.items()}

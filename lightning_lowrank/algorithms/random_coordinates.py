@@ -51,7 +51,7 @@ class RandomCoordinates(OwnCodec):
         self.share_up = share_up
 
     encodes_values = True
-    claims = Claims(unprotected="numbers are averaged over the clients that sent them, by masks beside the values")
+    claims = Claims(unprotected="numbers are averaged over the clients that sent them, by masks in the messages")
 
     def setup(self, base: Base) -> None:
         """Keep the initial model, from which a client starts in its first round."""
@@ -62,13 +62,13 @@ class RandomCoordinates(OwnCodec):
         return Split(base.initial_buffers, Dense(), RandomK(self.share_down))
 
     def reference(self, base: Base, received: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
-        """Return nothing: a client sends other coordinates than it receives."""
+        """No reference, because a client sends other coordinates than it receives."""
         return {}
 
     def upload_origin(
         self, base: Base, model: Mapping[str, Tensor], received: Mapping[str, Tensor]
     ) -> Mapping[str, Tensor]:
-        """Return the whole model: a client sends values, and received some coordinates of it."""
+        """The whole global model: a client sends values, and received only some of the model's coordinates."""
         return model
 
     def broadcast(self, server: Server, client: ClientInfo) -> Message:
@@ -89,7 +89,7 @@ class RandomCoordinates(OwnCodec):
 
     @torch.no_grad()
     def begin(self, client: ClientContext, message: Message) -> None:
-        """Put what was received over the client's own last values."""
+        """Install the client's last values, overwritten by the received coordinates."""
         last = client.state["model"] if "model" in client.state else client.base.state["initial"]
         mixed = {
             name: torch.where(sent, message.tensors[name], last[name])
@@ -102,7 +102,7 @@ class RandomCoordinates(OwnCodec):
         return Message(client.base.sent_up(client.model), self._codec(client.base, client, "up"))
 
     def _codec(self, base: Base, client: ClientInfo, direction: Literal["down", "up"]) -> Split:
-        """Return the codec of a client's message in its round."""
+        """The codec of a client's message in its round."""
         seed = derive_seed(client.seed, "coordinates", direction, client.round, client.id)
         share = self.share_down if direction == "down" else self.share_up
         return Split(base.initial_buffers, Dense(), RandomK(share, seed))
@@ -110,6 +110,6 @@ class RandomCoordinates(OwnCodec):
     def _positions(
         self, base: Base, client: ClientInfo, direction: Literal["down", "up"], message: Message
     ) -> dict[str, Tensor]:
-        """Return by name which coordinates a message brought."""
+        """Masks of the coordinates that a message contains, by name."""
         ones = {name: torch.ones_like(value) for name, value in base.parameters(message.tensors).items()}
         return {name: value > 0 for name, value in self._codec(base, client, direction).transmit(ones).items()}

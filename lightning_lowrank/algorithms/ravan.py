@@ -73,7 +73,7 @@ class Ravan(CoreMethod):
     @torch.no_grad()
     @override
     def end(self, client: ClientContext) -> Message:
-        """Return the cores times their scales, what else was trained, and the buffers."""
+        """The cores times their scales, all other trained parameters, and the buffers."""
         sent = dict(super().end(client).tensors)
         for name in self.layers:
             scale, core = sent.pop(self.name(name, "S")), self.name(name, "H")

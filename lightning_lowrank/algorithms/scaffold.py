@@ -10,7 +10,7 @@ from lightning_lowrank.configuration import check_number
 from lightning_lowrank.federated import Base, Claims, ClientContext, ClientInfo, LocalStep, Message, Personal, Server
 from lightning_lowrank.federated.algorithm import zeros_like
 
-# No module has tensors of these names: of the server's control variate, and of the change of a client's.
+# Prefixes of tensors in messages: the server's control variate, and the change of a client's control variate.
 _ALL, _OWN = "scaf.all.", "scaf.own."
 
 
@@ -54,7 +54,7 @@ class SCAFFOLD(Personal):
         self._groups = parameter_groups(base, "SCAFFOLD", plain=True)
 
     def begin_round(self, server: Server) -> None:
-        # Of 16 bits, it would lose what a small cohort adds.
+        # In at least float32, because in 16 bits the changes by a small cohort would be rounded away.
         server.state.setdefault(
             "control", {n: v.to(working_dtype(v.dtype)) for n, v in zeros_like(server.parameters()).items()}
         )
@@ -69,7 +69,7 @@ class SCAFFOLD(Personal):
         parameters = client.base.parameters(received)
         own = client.state.get("control", zeros_like(parameters))
         correction = {name: value - own[name] for name, value in control.items()}
-        # On the CPU, so that no step waits for a device.
+        # Summed on the CPU, so that no step waits for a device.
         rates = torch.zeros(len(client.base.optimizers[0].param_groups), dtype=torch.float64)
         client.round_state.update(received=parameters, correction=correction, lr=rates)
 
@@ -80,7 +80,7 @@ class SCAFFOLD(Personal):
             step.round_state["lr"][..., number] += group["lr"]
         for name, value in step.parameters.items():
             correction = step.round_state["correction"][name]
-            # A parameter that the loss does not depend on has the gradient 0, and is corrected too.
+            # A parameter that the loss does not depend on has gradient 0, and is corrected too.
             value.grad = correction.clone() if value.grad is None else value.grad.add_(correction)
 
     @torch.no_grad()
@@ -100,7 +100,8 @@ class SCAFFOLD(Personal):
         model, changes = message.split(_OWN)
         server.aggregator.add(model, weight)
         if client.id in server.state.get("forgotten", ()):
-            # Its change is one from 0, and the sum of all holds the variate that it had.
+            # A client that lost its variate sends a change from 0, but the server's mean still contains the lost
+            # variate.
             server.state["forgotten"] = [each for each in server.state["forgotten"] if each != client.id]
             changes = zeros_like(changes)
         sums = server.state.get("changes", {})

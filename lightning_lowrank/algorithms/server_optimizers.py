@@ -38,7 +38,7 @@ class ServerOptimizer(Algorithm, ABC):
 
     @abstractmethod
     def direction(self, moments: Moments, change: Tensor) -> Tensor:
-        """Return the update of one parameter, and put its new moments into ``moments``.
+        """Compute one parameter's update, and put its new moments into ``moments``.
 
         Args:
             moments: The parameter's moments by name; empty in the first round. Replace its tensors, do not change them
@@ -54,7 +54,7 @@ class ServerOptimizer(Algorithm, ABC):
             working = value.to(torch.promote_types(value.dtype, torch.float32))
             change = server.model[name].to(working.dtype) - working
             update = self.direction(kept.setdefault(name, {}), change)
-            # That is x - lr * update, and the mean itself, to the last bit, where lr * update is the change.
+            # Equal to x - lr * update, but bit for bit the mean if lr * update is the change.
             mean[name] = working + (change - self.lr * update)
         server.take(mean)
 
@@ -121,7 +121,7 @@ class FedAdam(ServerOptimizer):
         self.tau = tau
 
     def direction(self, moments: Moments, change: Tensor) -> Tensor:
-        """Return the first moment over the root of the second."""
+        """The first moment over the root of the second."""
         first = moments.get("first", torch.zeros_like(change))
         second = moments.get("second", torch.full_like(change, self.tau**2))
         moments["first"] = self.betas[0] * first + (1 - self.betas[0]) * change
@@ -129,7 +129,7 @@ class FedAdam(ServerOptimizer):
         return moments["first"] / (moments["second"].sqrt() + self.tau)
 
     def second_moment(self, old: Tensor, squared: Tensor) -> Tensor:
-        """Return the moving average of the squares."""
+        """The moving average of the squares."""
         return self.betas[1] * old + (1 - self.betas[1]) * squared
 
 
@@ -146,5 +146,5 @@ class FedYogi(FedAdam):
     """
 
     def second_moment(self, old: Tensor, squared: Tensor) -> Tensor:
-        """Return the old moment, moved towards the squares."""
+        """The old moment, moved towards the squares by at most their share."""
         return old - (1 - self.betas[1]) * squared * torch.sign(old - squared)

@@ -132,12 +132,12 @@ class SplitMix(PartAveraging, Personal, OwnSteps):
         return self._bases_of(client)
 
     def passes(self, client: ClientInfo) -> tuple[float, float]:
-        """Each of the client's bases has a step of its own."""
+        """One forward and one backward pass for each of the client's bases."""
         bases = len(self._bases_of(client))
         return bases, bases
 
     def configure(self, base: Base, client: ClientInfo | None) -> None:
-        """Activate all bases where the module is the global model; in training `local_update` activates one."""
+        """Activate all bases for the global model; for a client, one base at a time, switched by `local_update`."""
         self._own = () if client is None else self._bases_of(client)
         self._ensemble(base).active = None if client is None else self._own[0]
 
@@ -171,7 +171,7 @@ class SplitMix(PartAveraging, Personal, OwnSteps):
         return self._count
 
     def part(self, model: Mapping[str, Tensor], client: ClientInfo) -> dict[str, Tensor]:
-        """Return a client's bases, and the tensors outside of the ensemble."""
+        """A client's bases, and the tensors outside of the ensemble."""
         own = tuple(f"{self._prefix}bases.{base}." for base in self._bases_of(client))
         return {
             name: value

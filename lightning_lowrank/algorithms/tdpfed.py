@@ -138,7 +138,7 @@ class TDPFed(OwnSteps):
 
     @torch.no_grad()
     def begin_round(self, server: Server) -> None:
-        """Decompose each weight that the server's factors do not compose, such as those at the beginning."""
+        """Decompose each weight that is not the product of the server's factors, such as the initial weights."""
         known: dict[str, Factors] = server.state.setdefault("factors", {})
         for name, rank in self._ranks.items():
             weight = server.model[name]
@@ -160,12 +160,12 @@ class TDPFed(OwnSteps):
 
     @torch.no_grad()
     def begin(self, client: ClientContext, message: Message) -> None:
-        """Start the personal model and the local factors from what was received."""
+        """Start the personal model and the local factors from the received factors."""
         factors = self._factors(message.tensors)
         whole = {name: value for name, value in message.tensors.items() if name in client.model}
         composed = self._composed(factors)
         copy_into(client.model, {**whole, **composed})
-        # Both are written in place, by clients one after another.
+        # Copies, because each client changes its factors and whole tensors in place.
         each_of = {**factors, **{name: {"": value} for name, value in client.base.parameters(whole).items()}}
         own = {
             name: {key: working_copy(value).contiguous() for key, value in each.items()}
@@ -196,11 +196,11 @@ class TDPFed(OwnSteps):
                 composed.copy_((torch.vmap(compose) if step.stacked else compose)(step.round_state["factors"][name]))
 
     def _fit(self, step: LocalStep) -> None:
-        """Take the batch's steps on the factors: on the first of each weight together, then on the second, and so on.
+        """Take the batch's steps on the factors: on the first factors of all weights together, then on the second.
 
-        Adam's step by a gradient times the pull is that by the gradient with its ``eps`` over the pull, to rounding.
-        In single precision a round amplifies rounding, for Adam divides a gradient by its own size, however small. In
-        double precision, rounds of this code and of one that steps by torch's optimizer differ by 2e-12.
+        Instead of the gradient times the pull, Adam steps by the gradient, with ``eps`` divided by the pull: the same
+        up to rounding. In single precision a round amplifies rounding errors, because Adam divides a gradient by its
+        own size, however small. In double precision, a round differs by 2e-12 from one with torch's optimizer.
         """
         own, known = step.round_state["factors"], step.round_state["adam"]
         weights = [step.parameters[name].detach().to(next(iter(each.values())).dtype) for name, each in own.items()]
@@ -210,7 +210,7 @@ class TDPFed(OwnSteps):
             apply_to_collection(known, Tensor, Tensor.zero_)
         elif self.adam_reset == "never":
             taken = taken + known["taken"]
-        # Clients that keep their Adam may have taken different numbers of steps.
+        # Clients that keep Adam's state may have taken different numbers of steps.
         apart = taken.ndim > 0
         kinds = [[list(each.values()) for each in kind.values()] for kind in (own, known["first"], known["second"])]
         places = [(place, number) for number, each in enumerate(own.values()) for place in range(len(each))]
@@ -230,7 +230,7 @@ class TDPFed(OwnSteps):
                 adam(_each([next(source) for source in sources], apart))
 
     def end(self, client: ClientContext) -> Message:
-        """Keep the personal model, and return the factors and what stays whole."""
+        """Keep the personal model, and return the factors and the tensors that stay whole."""
         client.state["personal"] = detached(client.model)
         if self.adam_reset == "never":
             adam = apply_to_collection(client.round_state["adam"], Tensor, torch.clone)
@@ -267,7 +267,7 @@ class TDPFed(OwnSteps):
         server.model.update({**whole, **mixed, **self._composed(factors)})
 
     def _factors(self, tensors: Mapping[str, Tensor]) -> dict[str, Factors]:
-        """Return each weight's factors from among the tensors of a message."""
+        """Each weight's factors, from the tensors of a message."""
         return {
             name: {key: tensors[f"{name}.{key}"] for key in _CP.factor_names(self._shapes[name])}
             for name in self._ranks
@@ -278,12 +278,12 @@ class TDPFed(OwnSteps):
 
 
 def _each(stacks: Sequence[Tensor], apart: bool) -> list[Tensor]:
-    """Return each client's part of the stacks as a tensor of its own, if ``apart``."""
+    """The stacks, or with ``apart`` each client's part of them as a separate tensor."""
     return [part for stack in stacks for part in stack.unbind()] if apart else list(stacks)
 
 
 def _named(factors: Mapping[str, Factors]) -> dict[str, Tensor]:
-    """Return the factors of all weights by names of their own; a tensor that is its own factor keeps its name."""
+    """The factors of all weights by their names in messages; a tensor that is its own factor keeps its name."""
     return {f"{name}.{key}" if key else name: value for name, each in factors.items() for key, value in each.items()}
 
 
@@ -320,7 +320,7 @@ def normal_equations(weight: Tensor, factors: Sequence[Tensor]) -> Iterator[tupl
 
 
 def factor_gradients(weight: Tensor, factors: Sequence[Tensor]) -> Iterator[Tensor]:
-    r"""Yield the gradient of :math:`\frac12\|W - [\![A]\!]\|^2` by one factor after another, and again without an end.
+    r"""Yield the gradient of :math:`\frac12\|W - [\![A]\!]\|^2` by one factor after another, in an endless cycle.
 
     A factor may be changed in place before the next gradient is requested, as in `normal_equations`. A single factor is
     the tensor.
@@ -331,7 +331,7 @@ def factor_gradients(weight: Tensor, factors: Sequence[Tensor]) -> Iterator[Tens
     stacked = weight.ndim > len(factors)
     minus_product = torch.baddbmm if stacked else torch.addmm
     if len(factors) == 2:
-        # What `normal_equations` gives, with the fewest calls: they take as long as the products of a small weight.
+        # As by `normal_equations`, with the fewest calls: for a small weight, a call takes as long as its product.
         product = torch.bmm if stacked else torch.mm
         left, right = factors
         turned, left_turned, right_turned = weight.mT, left.mT, right.mT
@@ -344,7 +344,7 @@ def factor_gradients(weight: Tensor, factors: Sequence[Tensor]) -> Iterator[Tens
 
 
 def refit(weight: Tensor, factors: Mapping[str, Tensor]) -> Factors:
-    """Return CP factors near to ``weight`` by alternating least squares from ``factors``.
+    """CP factors near to ``weight``, by alternating least squares from ``factors``.
 
     It makes at most 30 sweeps over the factors, until a sweep gains less than 0.01 % of the error. The length of each
     term is then split evenly over its factors, as in `CP.decompose`.
@@ -356,7 +356,8 @@ def refit(weight: Tensor, factors: Mapping[str, Tensor]) -> Factors:
         for factor, (projected, gram) in zip(
             current.values(), normal_equations(working, list(current.values())), strict=True
         ):
-            # A pull to the last value makes the equations solvable and, unlike a ridge, no error larger.
+            # A proximal term to the last value makes the equations solvable and, unlike a ridge, never increases the
+            # error.
             strength = 10 * torch.finfo(working.dtype).eps * gram.trace().clamp_min(1e-12)
             ridge = strength * torch.eye(len(gram), dtype=gram.dtype, device=gram.device)
             factor.copy_(torch.linalg.solve(gram + ridge, projected + strength * factor, left=False))

@@ -48,21 +48,21 @@ class UploadMask(OwnCodec, ABC):
     encodes_values = True
 
     described_by: ClassVar[str]
-    """Name of the tensor of `describe` that the positions follow from."""
+    """Name of the tensor of `describe` that determines the positions."""
 
     def __init__(self, share: float = 0.15) -> None:
         check_number("share", share, above=0, most=1)
         self.share = share
-        # The masks of one description: the cohort shares them, and drawing them takes 8 bytes for each coordinate.
+        # A cache of the round's masks: the cohort shares them, and drawing them takes 8 bytes for each coordinate.
         self._known: tuple[Tensor | None, object, dict[str, Tensor]] = (None, None, {})
 
     @abstractmethod
     def describe(self, server: Server) -> dict[str, Tensor]:
-        """Return tensors, sent with the model, that describe the round's positions."""
+        """Tensors that describe the round's positions; they are sent with the model."""
 
     @abstractmethod
     def positions(self, description: Mapping[str, Tensor], count: int, total: int) -> Tensor:
-        """Return the described positions, in general ``count`` of ``total``."""
+        """The positions by their description, in general ``count`` of ``total``."""
 
     def upload_origin(
         self, base: Base, model: Mapping[str, Tensor], received: Mapping[str, Tensor]
@@ -91,12 +91,12 @@ class UploadMask(OwnCodec, ABC):
         return Message(client.base.sent_up(client.model), Mask(masks, known=True))
 
     def _sizes(self, parameters: Iterable[Tensor]) -> tuple[int, int]:
-        """Return how many coordinates are uploaded, and how many there are."""
+        """Number of uploaded coordinates, and number of all coordinates."""
         total = sum(value.numel() for value in parameters)
         return max(1, round(self.share * total)), total
 
     def _masks(self, description: Mapping[str, Tensor], parameters: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Return by name which coordinates are uploaded. The masks are shared, and must not be changed."""
+        """Masks of the uploaded coordinates, by name. The masks are shared, and must not be changed."""
         count, total = self._sizes(parameters.values())
         layout = (count, [(name, value.shape, value.device) for name, value in parameters.items()])
         about = description.get(self.described_by)
@@ -150,11 +150,11 @@ class GradientMask(UploadMask):
             )
 
     def describe(self, server: Server) -> dict[str, Tensor]:
-        """Return the last choice, a bit for each coordinate; nothing before there is one."""
+        """The last choice, a bit for each coordinate; empty before the first choice."""
         return {_BITS: server.state[_BITS]} if _BITS in server.state else {}
 
     def positions(self, description: Mapping[str, Tensor], count: int, total: int) -> Tensor:
-        """Return the chosen positions, or all."""
+        """The chosen positions; all before the first choice."""
         if _BITS not in description:
             return torch.arange(total)
         return unpack_bits(description[_BITS].cpu(), total).nonzero().flatten()
@@ -175,7 +175,7 @@ class GradientMask(UploadMask):
             server.state[_BITS] = server.state.pop(_CHOICE)
 
     def begin(self, client: ClientContext, message: Message) -> None:
-        """Install the global model; where the client makes no step, the first coordinates are its choice."""
+        """Install the global model; if the client makes no step, its choice is the first coordinates."""
         super().begin(client, message)
         count, total = self._sizes(client.base.parameters(client.model).values())
         client.round_state[_CHOICE] = pack_bits(torch.arange(total) < count)
@@ -183,7 +183,7 @@ class GradientMask(UploadMask):
 
     @torch.no_grad()
     def before_step(self, step: LocalStep) -> None:
-        """At the first step of the client that chooses, find the coordinates of largest gradient."""
+        """At the choosing client's first step, find the coordinates with the largest gradients."""
         waits = step.round_state[_WAITS]
         for place in waits.reshape(-1).nonzero().flatten().tolist():
             magnitudes = []
@@ -224,12 +224,12 @@ class SlidingWindowMask(UploadMask):
     described_by = _WINDOW
 
     def describe(self, server: Server) -> dict[str, Tensor]:
-        """Return where the window begins, and its length."""
+        """The window's first position and its length."""
         count, total = self._sizes(server.parameters().values())
         return {_WINDOW: torch.tensor([server.round * count % total, count])}
 
     def positions(self, description: Mapping[str, Tensor], count: int, total: int) -> Tensor:
-        """Return the positions in the window."""
+        """The positions in the window."""
         begin, length = description[_WINDOW].tolist()
         return torch.arange(begin, begin + length) % total
 
@@ -249,9 +249,9 @@ class RandomMask(UploadMask):
     described_by = _SEED
 
     def describe(self, server: Server) -> dict[str, Tensor]:
-        """Return the seed of the positions."""
+        """The seed of the positions."""
         return {_SEED: torch.tensor(derive_seed(server.seed, "upload", server.round))}
 
     def positions(self, description: Mapping[str, Tensor], count: int, total: int) -> Tensor:
-        """Return the positions drawn from the seed."""
+        """The positions, drawn from the seed."""
         return torch.randperm(total, generator=generator(int(description[_SEED]), "positions"))[:count]
