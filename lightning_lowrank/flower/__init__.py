@@ -6,7 +6,7 @@ itself in a ``ClientApp``, so that a run in which all sites have the recipe's da
 model, to rounding, and in the bytes that cross the wire. That holds for every method, because the two halves of an
 `Algorithm` meet only in messages.
 
-Refused are what would need another party's data, state or steps:
+Settings that need another party's data, state or steps are refused:
 
 - ``personal_test`` and `StaticBatchNorm`, because clients' models and samples stay on their sites;
 - ``system``, because real sites take their own time;
@@ -16,9 +16,9 @@ Refused are what would need another party's data, state or steps:
 - ``ckpt_path``, ``max_steps``, ``fast_dev_run``, several ``devices`` and several ``seeds``.
 
 - `remote_rounds`: the rounds, seen from the server. `server`: the ``ServerApp`` that runs them.
-- `transport`: their messages on Flower's grid. `messages`: what these are made of.
+- `transport`: their messages on Flower's grid. `messages`: the messages' content.
 - `site`: one site. `client`: the ``ClientApp`` that hands messages to it.
-- `approval`: the recipes that a site has approved. `account`: what its samples have cost.
+- `approval`: the recipes that a site has approved. `account`: its privacy account.
 - `recipe`: the objects that a recipe describes. `project`: the project's files.
 
 Torch and Flower are imported when one of the names below is first used: ``lightning-lowrank flower approve`` needs

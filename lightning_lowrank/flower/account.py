@@ -58,7 +58,7 @@ class Spending:
         """Raise if the file cannot be read.
 
         Raises:
-            MisconfigurationException: If it is not there, or damaged.
+            MisconfigurationException: If the file is missing or damaged.
         """
         if not self._file.exists():
             raise MisconfigurationException(

@@ -1,7 +1,8 @@
-"""A site's approved recipes: comparison, approval and the values of the site's own.
+"""A site's approved recipes: comparison, approval and filling in the site's own values.
 
-A site's administrator keeps one with ``lightning-lowrank flower approve FILE``. It is read as plain YAML, and nothing
-that it names is imported. The site's app asks `Approvals` for the recipe that a server sent, and runs the site's copy.
+A site's administrator approves a recipe with ``lightning-lowrank flower approve FILE``. It is read as plain YAML, and
+nothing that it names is imported. The site's app asks `Approvals` for the recipe that a server sent, and runs the
+site's copy.
 """
 
 from __future__ import annotations
@@ -93,7 +94,7 @@ class Approvals:
     """The folder ``approved`` next to a site's policy, with a file for each recipe, named by its SHA-256.
 
     Args:
-        folder: The folder; it need not be there yet.
+        folder: The folder; it need not exist yet.
 
     Example:
         >>> import tempfile
@@ -124,7 +125,7 @@ class Approvals:
             anew: Whether to start an empty account even if one exists, for samples that no study has used.
 
         Raises:
-            MisconfigurationException: If it is not there, and recipes are approved: it was lost.
+            MisconfigurationException: If the account is missing although recipes are approved, and so was lost.
         """
         if file.exists() and not anew:
             return
@@ -169,7 +170,7 @@ def _lines(data: bytes) -> list[str]:
 
 
 def read_own(file: str | None) -> dict[str, Any]:
-    """The values of the site's own, by name, from its file.
+    """The site's own values, by name, from its file.
 
     Raises:
         MisconfigurationException: If it cannot be read, or states a rank that is none.
@@ -259,7 +260,7 @@ def check_reads_nothing(content: Any) -> None:
     """Refuse a recipe that names a file on this machine, or anything that looks like a path or an address.
 
     Raises:
-        MisconfigurationException: If it does; the message has the place.
+        MisconfigurationException: If the recipe does; the message has the place.
     """
     for place, value in places_of(content):
         if isinstance(value, str) and (_FILE_OR_ADDRESS.fullmatch(value) or _is_file(value)):

@@ -17,7 +17,7 @@ from typing import Any
 
 _LOGGER = logging.getLogger("lightning_lowrank.audit")
 _LOGGER.setLevel(logging.INFO)
-# The lines would be on the terminal of every SuperNode otherwise.
+# Without this, the lines would also appear on the SuperNode's terminal.
 _LOGGER.propagate = False
 _LONGEST_TEXT = 2000
 
@@ -57,7 +57,7 @@ class AuditLog:
 
 
 class _OnDisk(logging.Handler):
-    """Writes a record whole and onto the disk, and fails if it can't."""
+    """Appends a record as a whole and syncs it to the disk, or raises an `OSError`."""
 
     def __init__(self, file: Path) -> None:
         super().__init__()
@@ -69,7 +69,7 @@ class _OnDisk(logging.Handler):
         with open(self.file, "a+b", buffering=0, opener=_open_no_link) as file:
             if file.seek(0, os.SEEK_END):
                 file.seek(-1, os.SEEK_END)
-                # A line that a full disk has torn stays, and this one begins a line of its own.
+                # Begin a new line after one that a full disk has cut off.
                 line = line if file.read(1) == b"\n" else b"\n" + line
             if (file.write(line) or 0) < len(line):
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(self.file))

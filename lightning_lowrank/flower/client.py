@@ -1,4 +1,4 @@
-"""The ``ClientApp`` of a recipe: Flower's messages, handed to the `Site` that they are for."""
+"""The ``ClientApp`` of a recipe, which passes Flower's messages to the `Site` of their study and client."""
 
 from __future__ import annotations
 
@@ -38,25 +38,25 @@ _LOST = "client {} has lost what it kept of earlier rounds, and goes on as a new
 
 
 def client_app(recipe: str | Path) -> ClientApp:
-    """Return the ``ClientApp`` of a recipe.
+    """Build the ``ClientApp`` of a recipe.
 
-    What is the site's own is said where its SuperNode is started, as in
+    The site's own settings are given when its SuperNode is started, as in
     ``flower-supernode --node-config 'partition-id=0 own-data=true data-root="/data"'``:
 
     - ``partition-id`` (needed): number of the site's client, from 0.
     - ``num-partitions``: number of clients, which is then compared with the recipe's.
-    - ``own-data``: whether the data that the recipe names are here this site's alone. Default false: every site holds
-      the whole of them and takes its part by the recipe's partition.
-    - ``site``: a YAML file of what this site fills in: a value for each name that the recipe leaves to sites, such as
+    - ``own-data``: whether the recipe's data set, as read here, is this site's alone. Default false: every site has the
+      whole data set, and uses its client's part of the recipe's partition.
+    - ``site``: a YAML file of this site's values: a value for each name that the recipe leaves to sites, such as
       ``train: patients.csv``, entries of the trainer such as ``accelerator: gpu``, and ``rank``, the rank of the site's
       client for methods of clients of different rank.
-    - ``data-root``: the folder that holds all files and folders of ``site``; ``root`` is it, unless ``site`` says more.
-    - ``state-dir``: folder for what the site keeps from round to round, by default
-      ``$FLWR_HOME/lightning_lowrank``. It holds a file for each study and client, which a site that was restarted
-      needs, and which a study that goes on in another run of Flower finds again. A site whose file is gone or damaged
-      goes on as a new client, and both sides say so.
-    - ``policy``: the file of the site's `Policy`, YAML or TOML. It is read before each message. Beside it is the folder
-      of the recipes that the site has approved, and it runs no other. Without it the site runs what the server sends.
+    - ``data-root``: the folder that contains all files and folders of ``site``; ``root`` is this folder by default.
+    - ``state-dir``: folder of the site's state, by default
+      ``$FLWR_HOME/lightning_lowrank``. It has a file for each study and client, for a restarted site and for a study
+      that continues in another run of Flower. A site whose file is missing or damaged continues as a new client, and
+      both site and server say so.
+    - ``policy``: the file of the site's `Policy`, YAML or TOML. It is read before each message. Next to it is the
+      folder of the recipes that the site has approved; it runs no others. Without a policy the site runs any recipe.
     - ``audit-log``: the site's audit log, by default ``audit_client_<partition-id>.jsonl`` in ``state-dir``. It gets a
       line of JSON for each message that was received, sent or refused.
 
@@ -69,7 +69,7 @@ def client_app(recipe: str | Path) -> ClientApp:
     last: Site | None = None
 
     def guard(message: Message, context: Context, answer: ClientAppCallable) -> Message:
-        """Answer a message within the site's policy, and write both into its audit log."""
+        """Answer a message within the site's policy, and record message and answer in the audit log."""
         nonlocal last
         last, config, most = None, context.node_config, None
         about = {"kind": message.metadata.message_type, "run": str(context.run_id)}
@@ -157,7 +157,7 @@ def client_app(recipe: str | Path) -> ClientApp:
         _policy_of(context).check_plain()
         number, options = field_of(fields, "round", int), field_of(fields, "options", str)
         site = site_of(fields, context)
-        # The server believes that it has heard more: its file is gone, or an older one.
+        # The site lacks broadcasts that it once received: its state file is missing, or an older one.
         if site.heard < field_of(fields, "heard", int):
             return Message(pack({"round": number, "lost": True, "heard": site.heard}), reply_to=message)
         if field_of(fields, "lost", bool):
@@ -172,7 +172,8 @@ def client_app(recipe: str | Path) -> ClientApp:
             fields, broadcasts = read_request(message)
             number, options = field_of(fields, "round", int), field_of(fields, "options", str)
             site = site_of(fields, context)
-            # Flower's mod takes numbers alone from here; the server asks those that fail whether they have lost it.
+            # An error, because Flower's mod sends only numbers; the server asks failed sites whether they lost their
+            # state.
             if site.heard < field_of(fields, "heard", int):
                 raise MisconfigurationException(f"client {site.client} has lost what it kept of earlier rounds.")
             if field_of(fields, "lost", bool):
@@ -184,7 +185,7 @@ def client_app(recipe: str | Path) -> ClientApp:
 
 
 def _repeatable(message: Message, context: Context, answer: ClientAppCallable) -> Message:
-    """Seed the draws by which Flower's mod rounds numbers, and put NumPy's generator back; keys are not drawn so."""
+    """Seed NumPy's generator, by which Flower's mod rounds numbers but draws no keys, and restore it afterwards."""
     state = np.random.get_state()
     np.random.seed(zlib.crc32(message.metadata.message_type.encode()))
     try:
@@ -194,7 +195,7 @@ def _repeatable(message: Message, context: Context, answer: ClientAppCallable) -
 
 
 def _setting(config: Mapping[str, Any], name: str, kind: type) -> Any:
-    """Return an entry of the site's configuration, ``None`` if it has none.
+    """An entry of the site's configuration; ``None`` if it is missing.
 
     Raises:
         MisconfigurationException: If it is of another type, such as the text "false".
@@ -214,7 +215,7 @@ def _policy_of(context: Context) -> Policy:
 
 
 def _measured(message: Message) -> tuple[int, dict[str, Any]]:
-    """Return the bytes of a message's content, and what an audit log says of it."""
+    """The size of a message's content in bytes, and its description for the audit log."""
     content: RecordDict = message.content
     digest, nbytes, number = hashlib.sha256(), 0, None
     for name, record in sorted(content.items()):

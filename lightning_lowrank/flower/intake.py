@@ -1,7 +1,7 @@
-"""What comes of a round's answers: each is checked alone and beside the others, and folded as a whole or not at all.
+"""Checks a round's answers, each alone and against the others, and passes them to the method wholly or not at all.
 
-`RemoteRounds` gives an `Intake` what sites sent. Whatever is wrong with a message, or goes wrong while the method takes
-it in, leaves its site out of the round, and the server as if that site had not answered.
+`RemoteRounds` gives the sites' answers to an `Intake`. If an answer is bad, or the method fails on it, its site is left
+out of the round, and the server's state is as if that site had not answered.
 """
 
 from __future__ import annotations
@@ -27,19 +27,19 @@ from lightning_lowrank.flower.messages import field_of, printable, read_upload, 
 
 __all__ = ["Expected", "Intake", "believed", "expect"]
 
-# Products of numbers up to it are finite in single precision, and so are the squares of these.
+# Products of two numbers up to this, and the squares of these products, are finite in single precision.
 _LARGEST_NORM = 1e9
-# A change of this share of what is changed, times the bound, is taken however little the others change.
+# A change of up to this share of the changed tensors' norm, times the bound, is accepted in any case.
 _LEAST_SHARE = 1e-3
-# A site that makes more steps than the others may change more, up to so many times.
+# A site that makes more steps than the median site may change the model more, up to this factor.
 _MOST_FOR_STEPS = 5.0
-# With fewer answers nothing says which of them is the odd one.
+# With fewer answers, no majority shows which one is the outlier.
 _ENOUGH = 3
 
 
 @dataclass(frozen=True)
 class Expected:
-    """What a client is to send, what it is decoded with, and what it was sent."""
+    """A client's expected message: its schema, its codec, and the broadcast that the client received."""
 
     schema: Schema
     codec: Codec | None
@@ -47,11 +47,11 @@ class Expected:
 
 
 def expect(coordinator: Coordinator, packets: Mapping[int, Packet], live: Mapping[str, Tensor]) -> dict[int, Expected]:
-    """Form of the clients' messages, found by running the client's half without steps.
+    """Each client's expected message, found by running the client's half of the method without steps.
 
     Args:
         coordinator: The server's half of the rounds.
-        packets: What each client is sent.
+        packets: Each client's broadcast.
         live: The live trained parameters and persistent buffers, which hold the global model afterwards.
     """
     algorithm, base = coordinator.algorithm, coordinator.server.base
@@ -69,10 +69,10 @@ def expect(coordinator: Coordinator, packets: Mapping[int, Packet], live: Mappin
 
 
 def believed(claims: Sequence[int], bound: float) -> list[int]:
-    """Numbers of samples by which sites are weighted, given those that they claim.
+    """Numbers of samples that count as the sites' weights, from the numbers that the sites claim.
 
     A claim of more than ``bound`` times the upper median of all claims above 0 counts as that median. So a minority
-    cannot raise its own weight beyond what is plausible, nor take others' weight away.
+    can neither raise its own weight implausibly nor lower the weight of others.
 
     Example:
         >>> believed([100, 0, 2**62, 80], bound=10)
@@ -85,13 +85,13 @@ def believed(claims: Sequence[int], bound: float) -> list[int]:
 class Intake:
     """Receives the sites' answers of a round.
 
-    An answer is left out if it cannot be decoded into the tensors that are expected, if the method raises an error over
-    it, or if it changes what it was sent implausibly much: by a norm above ``norm_bound`` times the upper median of the
-    round's answers, for parameters, buffers and what else is sent each on its own. A site that makes more steps than
-    the median site may change as many times more, up to five. With fewer than three answers the largest median of
-    earlier rounds takes the place of the round's own, where there is one; if all answers are beyond that, they are left
-    out only where they exceed it by the bound's square. No answer's norm may exceed 10⁹, or the bound times the norm of
-    what was sent where that is more. A majority of honest sites is thereby never left out for what a minority sends.
+    An answer is left out if it cannot be decoded into the expected tensors, if the method raises an error on it, or if
+    its change of the broadcast is implausibly large: with a norm above ``norm_bound`` times the upper median of the
+    round's answers, separately for parameters, buffers and other tensors. A site that makes more steps than the median
+    site may change as many times more, up to five. With fewer than three answers the largest median of earlier rounds
+    takes the place of the round's own, if there is one; if all answers exceed that, only those are left out that exceed
+    it by the bound's square. No answer's norm may exceed 10⁹, or the bound times the norm of the broadcast if that is
+    more. So a minority's answers never cause a majority of honest sites to be left out.
 
     Args:
         coordinator: The server's half of the rounds.
@@ -112,25 +112,25 @@ class Intake:
         return {"medians": dict(self._medians)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from `state_dict`'s result."""
+        """Restore `state_dict`'s result."""
         self._medians = dict(state["medians"])
 
     def begin_round(self) -> None:
-        """Begin a round, which the method has begun."""
+        """Forget the last round's answers; called after the method has begun the round."""
         self._taken, self._excess, self._changed = {}, {}, {}
 
     def take(
         self, replies: Mapping[int, Message], expected: Mapping[int, Expected], steps: Sequence[int]
     ) -> dict[int, str]:
-        """Let the method take in answers; may be called several times in a round.
+        """Check answers and pass them to the method; may be called several times in a round.
 
         Args:
-            replies: What sites answered, by client.
-            expected: What each of these clients was to send.
-            steps: How many steps each client of the federation makes in a round.
+            replies: The sites' answers, by client.
+            expected: The expected message of each of these clients.
+            steps: Number of steps that each client of the federation makes in a round.
 
         Returns:
-            For clients of whose answer nothing was taken in, the reason.
+            The reason, for each client whose answer was refused.
         """
         refused: dict[int, str] = {}
         data: dict[int, bytes] = {}
@@ -144,12 +144,12 @@ class Intake:
                 if refusal is not None:
                     refused[client] = printable(f"a stage refuses it: {refusal}")
                     continue
-                # Tensors are decoded again to be folded: at most one site's are in memory.
+                # Decoded again when passed to the method, so that at most one site's tensors are in memory.
                 tensors = self._decode(data[client], expected[client])
                 self._changed[client] = self._changes(tensors, expected[client])
             except DecodingError as error:
                 refused[client] = printable(str(error))
-        # What was folded already stays.
+        # Only answers of this call are refused: the method already has those of earlier calls.
         implausible = self._implausible(steps)
         refused |= {client: reason for client, reason in implausible.items() if client in replies}
         for client in sorted(replies.keys() - refused.keys()):
@@ -170,9 +170,9 @@ class Intake:
             self._taken[client] = b"", None
 
     def aggregate(self, least: int = 1) -> dict[int, str]:
-        """Let the method aggregate what was taken in.
+        """Let the method aggregate the accepted answers.
 
-        Where it fails, those whose answers make it fail are left out, at most a minority.
+        If it fails, the clients whose answers make it fail are left out, at most a minority.
 
         Args:
             least: Number of answers that must remain.
@@ -193,11 +193,11 @@ class Intake:
             suspects = sorted(self._taken, key=lambda client: -self._excess.get(client, 0.0))
             few = min((len(suspects) - 1) // 2, len(suspects) - least)
             if coordinator.private is not None:
-                # Each attempt would spend of the budget; and what is clipped does not overflow.
+                # Each attempt would spend privacy budget, and clipped answers do not overflow anyway.
                 raise
             for left_out in [*((client,) for client in suspects if few), *(suspects[:n] for n in range(2, few + 1))]:
                 if coordinator.server.announcement:
-                    # Every copy of the base has changed, which nothing takes back.
+                    # An announcement has changed the frozen weights, which cannot be undone.
                     break
                 self._undo()
                 coordinator.server.aggregator = coordinator.server.aggregator.fresh()
@@ -214,7 +214,7 @@ class Intake:
             raise
 
     def pass_over(self) -> None:
-        """End the round without an answer."""
+        """End the round as if no site had answered."""
         if self._taken:
             self._undo()
         self.coordinator.pass_over()
@@ -236,7 +236,7 @@ class Intake:
         return read_upload(data, expected.schema, decode, coordinator.infinite)
 
     def _fold(self, client: int, data: bytes, expected: Expected | None) -> str | None:
-        """Let the method take in one answer, and return why it could not; then the server is as before."""
+        """Pass one answer to the method; if that fails, restore the server's state and return the reason."""
         if expected is None:
             return "nobody knows what it sent."
         coordinator = self.coordinator
@@ -256,10 +256,10 @@ class Intake:
         return None
 
     def _changes(self, tensors: Mapping[str, Tensor], expected: Expected) -> dict[str, _Change]:
-        """An answer's change relative to the broadcast.
+        """The norms of an answer's changes relative to the broadcast, by kind of tensor.
 
         Raises:
-            DecodingError: If a norm is beyond what can be computed with.
+            DecodingError: If a norm is too large to compute with.
         """
         base, model = self.coordinator.server.base, self.coordinator.server.model
         known = {**model, **base.fresh_buffers, **expected.received}
@@ -271,7 +271,7 @@ class Intake:
             kind = _kind(name, value, base.initial_buffers, model)
             if kind is None or name in self.coordinator.infinite:
                 continue
-            # What is a change itself has no origin, and is one of the model.
+            # A tensor that already is a change has no origin, and is compared with the model's tensor.
             reference = origin.get(name, known.get(name))
             before, after = squares.setdefault(kind, ([], []))
             names.setdefault(kind, []).append(name)
@@ -279,20 +279,20 @@ class Intake:
                 before.append(_norm(reference.cpu()))
                 if name in origin:
                     difference = value.to(_wide(value)) - reference.to("cpu", _wide(value))
-                    # Zero stands for what the method's own codec leaves out.
+                    # A zero is a number that the method's sparse codec left out, and so no change.
                     value = difference.masked_fill(value == 0, 0) if sparse else difference
             after.append(_norm(value))
         found = {}
         for kind, (before, after) in squares.items():
             change = _Change(math.hypot(*after), math.hypot(*before), f"{kind} {_digest(names[kind])}")
-            # Not a number is not at most anything.
+            # Negated, so that NaN is refused too.
             if not change.norm <= max(_LARGEST_NORM, self.norm_bound * change.of):
                 raise DecodingError(f"it changes {kind} by a norm of {change.norm:.3g}.")
             found[kind] = change
         return found
 
     def _implausible(self, steps: Sequence[int]) -> dict[int, str]:
-        """Return for clients whose changes are too large, beside the others', the reason."""
+        """The reason, for each client whose changes are too large compared with the other clients'."""
         refused: dict[int, str] = {}
         changes = self._changed
         for kind in dict.fromkeys(kind for each in changes.values() for kind in each):
@@ -317,7 +317,7 @@ class Intake:
         return refused
 
     def _remember(self) -> None:
-        """Keep the medians of a round that has enough answers for later ones that have not."""
+        """Record the medians of a round with enough answers, for later rounds with too few."""
         for kind in dict.fromkeys(kind for each in self._changed.values() for kind in each):
             found = [each[kind] for each in self._changed.values() if kind in each]
             middle = _upper_median([change.norm for change in found])
@@ -328,7 +328,7 @@ class Intake:
 
 @dataclass(frozen=True)
 class _Change:
-    """The norm of a change, the norm of what is changed, and a key for what it is of."""
+    """The norm of a change, the norm of the changed tensors, and a key for the set of these tensors."""
 
     norm: float
     of: float
@@ -336,19 +336,19 @@ class _Change:
 
 
 class _Staged(KeepsArrivals):
-    """Keeps what a method adds for one answer, until all of that has been done."""
+    """Keeps the tensors that a method adds for one answer, until the method is done with the answer."""
 
     def result(self) -> dict[str, Tensor]:
-        raise NotImplementedError("a method takes a client's answer in without the others' mean.")
+        raise NotImplementedError("a method cannot use the mean while it receives a client's answer.")
 
 
 def _upper_median(values: Sequence[float]) -> float:
-    """Return the median, of two in the middle the larger one: neither end of the values decides it; 0 for none."""
+    """The median, or the larger of two middle values; 0 without values."""
     return statistics.median_high(values) if values else 0.0
 
 
 def _kind(name: str, value: Tensor, buffers: Collection[str], model: Collection[str]) -> str | None:
-    """Return among which of an answer's tensors this one is compared; None for whole numbers that are no counters."""
+    """The kind of tensors among which a tensor's change is compared; ``None`` for integers that are no counters."""
     if value.is_floating_point() or value.is_complex():
         return "buffers" if name in buffers else "parameters" if name in model else "what it sends beside the model"
     return "counters" if name in buffers and value.dtype != torch.bool else None

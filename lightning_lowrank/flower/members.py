@@ -1,4 +1,4 @@
-"""Which node is the site of which client, and how nodes join.
+"""The nodes that are the clients' sites, and how nodes join.
 
 A client belongs to the first node that joined as it: a second
 one is refused, unless it is the same site after a restart, which has kept its secret.
@@ -29,7 +29,7 @@ _ASK_AGAIN = 60.0
 
 @dataclass(frozen=True)
 class _Owner:
-    """Whose a client is: a node, the digest of the site's secret, and what it said of its samples, batches and rank."""
+    """A client's site: its node, the digest of its secret, and its claims of clients, samples, batches and rank."""
 
     node: int
     secret: str
@@ -42,15 +42,16 @@ class _Owner:
 class Members:
     """The sites of a run, by client.
 
-    Flower gives a node that authenticates itself the same id each time, so that such a site is known by its node. One
-    that does not gets a new id from each restart, and is known by the secret in its state file.
+    A node that authenticates itself has the same id after each restart, which identifies its site. Any other node gets
+    a new id, and its site is identified by the secret in its state file.
 
     Args:
         signature: `signature` of the server's module and recipe.
-        clients: Number of clients, where the recipe says it. Otherwise it is what more than half of those that joined
-            say, once all of these clients have joined.
-        nodes: Ids of the nodes of all clients, in their order; empty: the first that joins as a client is its site.
-        count_bound: A site that claims more than so many times the upper median of all sites' samples, or batches,
+        clients: Number of clients, if the recipe has it. Otherwise it is the number that more than half of the joined
+            sites claim, once all of these clients have joined.
+        nodes: Ids of the nodes of all clients, in their order; empty: the first node that joins as a client is its
+            site.
+        count_bound: A site that claims more than this factor times the upper median of all sites' samples, or batches,
             counts as the median site; see `believed`.
         rank_limit: The largest rank that a site may state for its client; 0: none.
     """
@@ -64,13 +65,13 @@ class Members:
         rank_limit: int = 0,
     ) -> None:
         self.connected: dict[int, int] = {}
-        """The nodes of those that are there, by client."""
+        """The nodes of connected sites, by client."""
         self.heard: dict[int, int] = {}
         """The last round whose broadcast each client has."""
         self.samples: list[int] = []
         self.batches: list[int] = []
         self.unbelieved: list[int] = []
-        """Clients whose claims are not believed."""
+        """Clients with implausible claims, in place of which the median counts."""
         self._signature = signature
         self._clients = clients
         self._nodes = list(nodes)
@@ -84,17 +85,17 @@ class Members:
         return bool(self.samples)
 
     def leave(self, online: Collection[int]) -> None:
-        """Take note of the nodes that are there."""
+        """Forget connected nodes that are no longer online."""
         self.connected = {client: node for client, node in self.connected.items() if node in online}
 
     def admit(self, node: int, fields: Fields) -> int | None:
-        """Let a node take part.
+        """Admit a node as the site of its client.
 
         Returns:
-            Its client if it has lost what it kept, as the rounds tell that it has heard; otherwise ``None``.
+            The client if its site has lost its state, as it has fewer broadcasts than before; otherwise ``None``.
 
         Raises:
-            DecodingError: If it cannot take part; it says why.
+            DecodingError: If the node cannot take part; the message has the reason.
         """
         differs = difference(self._signature, fields)
         claims = Claims.of(fields)
@@ -126,7 +127,7 @@ class Members:
         return client if claims.heard < before else None
 
     def _check_owner(self, client: int, new: _Owner) -> None:
-        """Refuse a node for a client that is another one's."""
+        """Refuse a node whose client belongs to another node, or that is already another client's site."""
         if self.begun:
             if client not in self._owners:
                 raise DecodingError(f"client {client}: the study has begun without it")
@@ -136,7 +137,7 @@ class Members:
             if other is not None:
                 raise DecodingError(f"client {client}: this node is the site of client {other}")
         else:
-            # Until the run begins, its site may have been started with another number.
+            # Before the run begins, a site may restart as another client; its earlier claim is dropped.
             for each in [each for each, owner in self._owners.items() if owner.node == new.node and each != client]:
                 del self._owners[each]
                 self.connected.pop(each, None)
@@ -149,7 +150,7 @@ class Members:
                 raise DecodingError(
                     f"client {client}: another site has joined as client {client}: each needs a partition-id of its own"
                 )
-        # A site that was restarted may be back before Flower knows that it had gone.
+        # Even if the client is connected: a restarted site may join before Flower notices that it had gone.
         elif owner.secret != new.secret:
             raise DecodingError(
                 f"client {client}: its site is node {owner.node}, and this node does not have what that one keeps. A"
@@ -158,18 +159,18 @@ class Members:
 
     @property
     def expected(self) -> int:
-        """The number of clients: what the recipe says, or most of the sites that are there; 0 if nobody is."""
+        """The number of clients, by the recipe or by most connected sites; 0 if no site is connected."""
         said = [self._owners[client].clients for client in self.connected]
         return self._clients or max(set(said), key=said.count, default=0)
 
     def complete(self) -> bool:
-        """Return whether the sites of all clients are there."""
+        """Whether the sites of all clients are connected."""
         most, said = self.expected, [self._owners[client].clients for client in self.connected]
         there = sum(client < most and self._owners[client].clients == most for client in self.connected)
         return bool(most) and there == most and (self._clients is not None or 2 * there > len(said))
 
     def begin(self, count: int, absent: Collection[int] = ()) -> None:
-        """Begin the run with so many clients, and settle how much each counts: those that are absent do not at all."""
+        """Begin the run with ``count`` clients, and fix their numbers of samples and batches; absent clients have 0."""
         self.connected = {client: node for client, node in self.connected.items() if client < count}
         known = set(range(count)) - set(absent)
         self._owners = {client: owner for client, owner in sorted(self._owners.items()) if client in known}
@@ -184,15 +185,15 @@ class Members:
         ]
 
     def ranks(self) -> dict[int, int]:
-        """Return the ranks that sites have stated, by client."""
+        """The ranks that sites have stated, by client."""
         return {client: owner.rank for client, owner in self._owners.items() if owner.rank}
 
     def claimed(self, client: int) -> tuple[int, int]:
-        """Return the numbers of samples and of batches that a client's site claims."""
+        """The numbers of samples and of batches that a client's site claims."""
         return self._owners[client].samples, self._owners[client].batches
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what a server that is started again needs."""
+        """The clients' sites and heard broadcasts, for a restarted server."""
         owners = {
             client: [owner.node, owner.secret, owner.clients, owner.samples, owner.batches, owner.rank]
             for client, owner in self._owners.items()
@@ -204,7 +205,7 @@ class Members:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from `state_dict`'s result; no site is connected."""
+        """Restore `state_dict`'s result; no site is connected afterwards."""
         self._owners = {int(client): _Owner(*owner) for client, owner in state["owners"].items()}
         self.heard = {int(client): heard for client, heard in state["heard"].items()}
         self.connected = {}
@@ -213,7 +214,7 @@ class Members:
 
 
 class Admission:
-    """Asks nodes that are new to join as sites.
+    """Asks new nodes to join as sites.
 
     Args:
         members: The sites of the run.
@@ -227,21 +228,21 @@ class Admission:
         self._known: set[int] = set()
         self._joining: dict[str, int] = {}
         self._refused: dict[int, tuple[float, str]] = {}
-        # Nodes that a round has waited for in vain; no other one does.
+        # Nodes that did not answer in time; no later round waits for them.
         self._slow: set[int] = set()
 
     @property
     def refused(self) -> list[str]:
-        """Why nodes are left out."""
+        """The reasons why nodes were refused."""
         return [reason for _, reason in self._refused.values()]
 
     def admit_all(self, wait: float = 0.0) -> set[int]:
-        """Let new nodes join; wait so many seconds for their answers, which may also come later.
+        """Ask new nodes to join, and wait up to ``wait`` seconds for answers; later calls admit later answers.
 
         A node that does not answer in that time is not waited for again, so that it cannot slow each round.
 
         Returns:
-            Clients whose sites have lost what they kept of earlier rounds.
+            Clients whose sites have lost their state of earlier rounds.
         """
         online, lost = self._transport.nodes(), set[int]()
         self._members.leave(online)
@@ -264,7 +265,7 @@ class Admission:
             time.sleep(self._poll)
 
     def _admit(self, node: int, reply: Message | Silence) -> set[int]:
-        """Let a node take part that has answered, or note why it cannot."""
+        """Admit a node that has answered, or record the reason for its refusal."""
         self._refused.pop(node, None)
         try:
             if isinstance(reply, Silence):

@@ -1,9 +1,9 @@
-"""What crosses the wire between the server and a site, as Flower's records.
+"""Messages between the server and a site, as Flower's records.
 
-Messages are bytes of this package's codecs in an ``ArrayRecord``, one array for each round that a site is told of;
-everything else is plain numbers and strings in a ``ConfigRecord``. Nothing is pickled. What a site sends is held
-against what the method's own `Algorithm.end` would send before anything of its size is allocated, and before anything
-else looks at it. Whatever is wrong with it is a `DecodingError`.
+Payloads are bytes of this package's codecs in an ``ArrayRecord``, one array for each round; all other fields are plain
+numbers and strings in a ``ConfigRecord``. Nothing is pickled. A site's answer is compared with the message that the
+method's own `Algorithm.end` would send before anything of its size is allocated, and before anything else reads it.
+Any fault in it is a `DecodingError`.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ LISTEN = "query.listen"
 _ENCODING = "lightning_lowrank"
 _FIELDS = "fields"
 _PAYLOADS = "payloads"
-# Parameters, and what every side of a projected optimizer sets for itself.
+# Not sent: parameters, and options of projected optimizers that server and sites set for themselves.
 _NOT_TOLD = ("params", "stacked", "seed", "subspaces", "refresh_number", "steps_since_refresh")
 _KINDS = {"int": int, "str": str}
 _MOST_CLIENTS = 2**20
@@ -41,7 +41,7 @@ Fields = Mapping[str, Any]
 
 
 def pack(fields: Fields, payloads: Mapping[int, bytes] | None = None) -> RecordDict:
-    """Return the content of a message: numbers, strings, booleans or lists of them, and encoded payloads by round."""
+    """The content of a message: numbers, strings, booleans or lists of them, and encoded payloads by round."""
     records: dict[str, Any] = {_FIELDS: ConfigRecord(dict(fields))}
     if payloads:
         arrays = {
@@ -53,10 +53,10 @@ def pack(fields: Fields, payloads: Mapping[int, bytes] | None = None) -> RecordD
 
 
 def unpack(message: Message) -> tuple[dict[str, Any], dict[int, bytes]]:
-    """Return a message's fields, and its encoded payloads by round.
+    """A message's fields, and its encoded payloads by round.
 
     Raises:
-        DecodingError: If it has another form than `pack` gives it.
+        DecodingError: If the message does not have the form of `pack`.
     """
     content = message.content
     fields = content.config_records.get(_FIELDS)
@@ -72,10 +72,10 @@ def unpack(message: Message) -> tuple[dict[str, Any], dict[int, bytes]]:
 
 
 def field_of(fields: Fields, name: str, kind: type) -> Any:
-    """Return one of a message's fields.
+    """One of a message's fields.
 
     Raises:
-        DecodingError: If it is not there, or of another type.
+        DecodingError: If the field is missing, or of another type.
     """
     value = fields.get(name)
     if type(value) is not kind:
@@ -91,10 +91,10 @@ def read_upload(
     decode: Callable[[bytes, Schema], Mapping[str, Tensor]],
     infinite: Collection[str] = (),
 ) -> dict[str, Tensor]:
-    """Decode what a site sent into tensors on the CPU.
+    """Decode a site's answer into tensors on the CPU.
 
     Args:
-        data: The bytes; empty where the method sends nothing.
+        data: The bytes; empty if the method sends nothing.
         schema: Names, types and shapes of the tensors.
         decode: Decodes the bytes, such as a codec's ``decode``.
         infinite: Names of tensors that may hold numbers that are not finite.
@@ -116,7 +116,7 @@ def read_upload(
         raise
     except Exception as error:  # whatever the site sent, it is the site's fault alone
         raise DecodingError(f"it cannot be decoded: {described(error)}") from error
-    # A codec of the user's own may not know of schemas.
+    # A user's own codec may ignore the schema.
     schema.check({name: (value.dtype, tuple(value.shape)) for name, value in tensors.items()})
     bad = not_finite(tensors, infinite)
     if bad is not None:
@@ -126,7 +126,7 @@ def read_upload(
 
 @dataclass(frozen=True)
 class Claims:
-    """What a site says of itself when it joins, of the right types and in range.
+    """A site's claims when it joins, checked for types and ranges.
 
     Args:
         client: Number of its client, from 0.
@@ -135,7 +135,7 @@ class Claims:
         batches: Number of steps that it makes in a round.
         heard: The last round whose broadcast it has, -1 before the first.
         rank: The rank that it states for its client, 0 if it states none.
-        secret: What no other site knows; the site keeps it from its first start on.
+        secret: A secret that no other site has; the site keeps it from its first start on.
     """
 
     client: int
@@ -148,10 +148,10 @@ class Claims:
 
     @classmethod
     def of(cls, fields: Fields) -> Claims:
-        """Read a message's fields.
+        """Read the claims from a message's fields.
 
         Raises:
-            DecodingError: If one is not there, of another type or out of range.
+            DecodingError: If a field is missing, of another type or out of range.
         """
         claims = cls(
             **{each.name: field_of(fields, each.name, _KINDS[str(each.type)]) for each in dataclass_fields(cls)}
@@ -170,13 +170,13 @@ class Claims:
 
 
 def printable(text: str, longest: int = 300) -> str:
-    """Return a text of a site's as a line that a log or a terminal takes for nothing else than a text."""
+    """A site's text as one printable line of bounded length, safe for a log or terminal."""
     line = "".join(letter if letter.isprintable() else " " for letter in text[: longest + 1])
     return line if len(text) <= longest else f"{line[:longest]} ..."
 
 
 def options_of(optimizers: Sequence[Optimizer]) -> str:
-    """Return the optimizers' numbers, such as the learning rates of this round, as JSON."""
+    """The optimizers' numeric options, such as the learning rates of this round, as JSON."""
 
     def plain(value: Any) -> bool:
         if isinstance(value, (list, tuple)):
@@ -190,10 +190,10 @@ def options_of(optimizers: Sequence[Optimizer]) -> str:
 
 
 def take_options(optimizers: Sequence[Optimizer], text: str) -> None:
-    """Give the optimizers the numbers that `options_of` told.
+    """Set the optimizers' options from the JSON of `options_of`.
 
     Raises:
-        DecodingError: If they are of other optimizers.
+        DecodingError: If the options are of other optimizers.
     """
     try:
         told = json.loads(text)
@@ -207,10 +207,10 @@ def take_options(optimizers: Sequence[Optimizer], text: str) -> None:
 
 
 def signature(module: nn.Module, recipe: bytes) -> dict[str, Any]:
-    """Return by what the server recognises a site that runs something else; ``module`` is not trained yet.
+    """Hashes and norms by which the server recognises a site with another recipe or module; ``module`` is untrained.
 
-    These are hashes of the recipe and of names, types and shapes of all that is trained and frozen, and the norms of
-    what is frozen, which no broadcast would set right.
+    The hashes are of the recipe and of all tensors' names, types and shapes. The norms are of the frozen parameters,
+    which no broadcast would correct.
     """
     trained = trained_tensors(module)
     layout = [[name, str(value.dtype), list(value.shape)] for name, value in sorted(module.state_dict().items())]
@@ -223,7 +223,7 @@ def signature(module: nn.Module, recipe: bytes) -> dict[str, Any]:
 
 
 def difference(mine: Mapping[str, Any], fields: Fields) -> str:
-    """Return what differs between the server's `signature` and a site's, in words; an empty string if nothing does."""
+    """The difference between the server's `signature` and a site's, in words; empty if there is none."""
     if fields.get("recipe") != mine["recipe"]:
         return "it runs another recipe"
     if fields.get("layout") != mine["layout"]:

@@ -1,7 +1,7 @@
-"""What a site permits, whatever the recipe says.
+"""A site's policy: the limits within which the site trains and sends, whatever the recipe says.
 
-The site's administrator writes it to a file that the SuperNode is started with. `Site` and the ``ClientApp`` hold what
-they are asked for against it before they build, train or send anything.
+The site's administrator writes it to a file that the SuperNode is started with. `Site` and the ``ClientApp`` check
+every request against it before they build, train or send anything.
 """
 
 from __future__ import annotations
@@ -26,28 +26,29 @@ from lightning_lowrank.flower.approval import Approvals, EachOnce
 from lightning_lowrank.flower.messages import Fields, field_of
 from lightning_lowrank.patterns import matches
 
-# Rounding to 16 bits enlarges a norm by less.
+# A tolerance for codecs: rounding to 16 bits enlarges a norm by less.
 _ROUNDING = 1.01
 
 
 class PolicyViolation(MisconfigurationException):
-    """What was asked of a site is against its policy."""
+    """A request violates the site's policy."""
 
 
 class NotApproved(PolicyViolation):
-    """The server's recipe is none that the site has approved."""
+    """The site has not approved the server's recipe."""
 
 
 @dataclass(frozen=True)
 class Policy:
-    """What a site permits. An entry that is ``None`` or left out permits everything.
+    """A site's limits. An entry that is ``None`` or left out permits everything.
 
-    A site whose policy is in a file runs the recipes alone that its administrator has approved; see `approved`.
+    A site whose policy is in a file runs only recipes that its administrator has approved; see `approved`.
 
     Args:
-        min_clients: Least number of sites in a mean: the server must say that it makes no round of fewer. A server that
-            lies about it is held to it with ``secure_aggregation`` alone: then nothing can be unmasked of fewer.
-        secure_aggregation: Whether the site answers only where the server sees the sum of several sites' answers.
+        min_clients: Least number of sites in a mean: the server must promise no round of fewer. Only with
+            ``secure_aggregation`` a server cannot break the promise: then the sum of fewer sites cannot be unmasked.
+        secure_aggregation: Whether the site answers only if the server sees no more than a sum of several sites'
+            answers.
         clip: Largest L2 norm, above 0, of the change that leaves the site, over all tensors together. A larger change
             is scaled down to it before it is encoded. A recipe whose ``federated.privacy`` states a larger clipping
             norm is refused.
@@ -154,11 +155,11 @@ class Policy:
             raise self._violation("max_upload", f"{self.max_upload:,}", f"its answer has {nbytes:,} bytes")
 
     def check_request(self, request: Fields) -> None:
-        """Refuse a request of a server that would make a mean of too few sites, or too many rounds.
+        """Refuse the request of a server that averages too few sites, or makes too many rounds.
 
         Raises:
-            PolicyViolation: If it would.
-            DecodingError: If it does not say.
+            PolicyViolation: If it does.
+            DecodingError: If the request lacks one of these numbers.
         """
         promised, rounds, cohort = (field_of(request, name, int) for name in ("min_sites", "rounds", "cohort"))
         if self.min_clients is not None and min(promised, cohort) < self.min_clients:
@@ -168,7 +169,7 @@ class Policy:
             raise self._violation("max_rounds", self.max_rounds, f"the server says that there are {rounds:,} rounds")
 
     def check_plain(self) -> None:
-        """Refuse to answer where the server would see the answer.
+        """Refuse to answer outside of secure aggregation, where the server sees the single answer.
 
         Raises:
             PolicyViolation: If the policy asks for secure aggregation.
@@ -177,7 +178,7 @@ class Policy:
             raise self._violation("secure_aggregation", "true", "the server would see the site's answer by itself")
 
     def check_protocol(self, said: Mapping[str, Any]) -> None:
-        """Refuse secure aggregation that fewer sites could unmask than a mean must have; `said` is the server's.
+        """Refuse secure aggregation of fewer than ``min_clients`` sites; ``said`` is the server's configuration.
 
         Raises:
             PolicyViolation: If it is.
@@ -197,10 +198,10 @@ class Policy:
                 raise self._violation("min_clients", self.min_clients, told.format(count))
 
     def approved(self, recipe: bytes) -> bytes:
-        """Return the site's own copy of a recipe that it has approved; without a policy file, the recipe itself.
+        """The site's own copy of a recipe that it has approved; without a policy file, the recipe itself.
 
         Raises:
-            NotApproved: If it has not approved it. The message is for the site alone: it has what differs.
+            NotApproved: If the site has not approved it. The message is for the site alone: it shows the difference.
         """
         if not self.source:
             return recipe
@@ -211,7 +212,7 @@ class Policy:
         return copy
 
     def check_privacy(self, clients: ClientPrivacy | None, samples: DifferentialPrivacy | None) -> None:
-        """Refuse a recipe whose privacy is less than what the site asks for.
+        """Refuse a recipe with less privacy than the policy demands.
 
         Args:
             clients: The recipe's ``federated.privacy``.
@@ -232,17 +233,17 @@ class Policy:
             raise self._violation("max_delta", self.max_delta, told)
 
     def check_cost(self, epsilon: float, delta: float, steps: int) -> None:
-        """Refuse a round of so many steps, with which the site's samples would have cost too much.
+        """Refuse a round of ``steps`` steps after which the samples' ε would exceed ``max_epsilon``.
 
         Raises:
-            PolicyViolation: If they would.
+            PolicyViolation: If it would.
         """
         if self.max_epsilon is not None and epsilon > self.max_epsilon:
             told = f"{steps} more steps would make it {epsilon:.4g} at δ = {delta:g}, other studies included"
             raise self._violation("max_epsilon", self.max_epsilon, told)
 
     def check_trained(self, names: Iterable[str]) -> None:
-        """Refuse to train parameters that are not of the permitted modules.
+        """Refuse to train parameters outside of the permitted modules.
 
         Raises:
             PolicyViolation: If there are any.
@@ -254,7 +255,7 @@ class Policy:
                 raise self._violation("modules", list(self.modules), f"{name!r} would be trained")
 
     def check_tensors(self, tensors: Mapping[str, Tensor], what: str) -> None:
-        """Refuse tensors of other names or larger shapes; ``what`` says where they stand.
+        """Refuse tensors with a name or shape that the policy does not permit; ``what`` names their message.
 
         Raises:
             PolicyViolation: If there are any.
@@ -270,9 +271,10 @@ class Policy:
 
     @torch.no_grad()
     def clipped(self, message: Message, reference: Mapping[str, Tensor], exact: Iterable[str]) -> Message:
-        """Return what the client sends with a change from ``reference`` whose norm is at most ``clip``.
+        """A client's message with its change from ``reference`` scaled down to a norm of at most ``clip``.
 
-        A tensor without a reference of its shape is a change itself. Those of ``exact`` and integers stay as they are.
+        A tensor without a reference of its shape is a change itself. Tensors of ``exact`` and integers stay as they
+        are.
 
         Raises:
             PolicyViolation: If the method has a codec of its own, whose numbers cannot be scaled.
@@ -295,7 +297,7 @@ class Policy:
     def check_change(
         self, received: Mapping[str, Tensor], reference: Mapping[str, Tensor], exact: Iterable[str]
     ) -> None:
-        """Refuse to send what arrives as a change of a larger norm than ``clip``, as some codecs make it.
+        """Refuse to send a message whose decoded change has a norm above ``clip``, because some codecs enlarge it.
 
         Raises:
             PolicyViolation: If it does.

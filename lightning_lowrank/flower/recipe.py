@@ -1,4 +1,4 @@
-"""The objects that a recipe describes: the same YAML, read as ``lightning-lowrank fit`` reads it."""
+"""Builds the objects of a recipe from its YAML, as ``lightning-lowrank fit`` does."""
 
 from __future__ import annotations
 
@@ -28,12 +28,12 @@ from lightning_lowrank.federated.loop import FederatedLoop
 from lightning_lowrank.federated.wire import Wire
 from lightning_lowrank.flower.approval import check_reads_nothing, left_to_sites
 
-# What watches a whole run has nothing to see in one client's round.
+# Callbacks that observe a whole run, which are left out of one client's round.
 ONLY_OF_WHOLE_RUNS = (
     *(Checkpoint, DeviceStatsMonitor, EarlyStopping, LearningRateMonitor, ModelSummary, ProgressBar, Timer),
     *(RoundPictures, RoundProgress),
 )
-# Of the trainer: what each party sets for itself, and of that what has a default for all.
+# Arguments of the trainer that each party sets for itself; the first four have a default in the recipe.
 OWN_OF_TRAINER = (
     *("accelerator", "devices", "precision", "limit_train_batches"),
     *("strategy", "num_nodes", "logger", "profiler", "plugins", "default_root_dir"),
@@ -44,7 +44,7 @@ _NOT_OF_A_STUDY = ("ckpt_path", "weights_only", "seeds", "config")
 
 @dataclass
 class Recipe:
-    """What a recipe describes, built; its whole content, defaults included, and its ``federated`` section."""
+    """The built objects of a recipe, its whole content, defaults included, and its ``federated`` section."""
 
     content: dict[str, Any]
     module: pl.LightningModule
@@ -55,15 +55,16 @@ class Recipe:
 
 class _RaisingParser(RecipeParser):
     def exit(self, status: int = 0, message: str | None = None) -> NoReturn:
-        # A process of Flower's that just ended would leave the server waiting for an answer.
+        # An error instead of an exit: the server would wait for the answer of a Flower process that has ended.
         raise MisconfigurationException((message or "").strip().removeprefix("lightning-lowrank: "))
 
 
 def build(given: Mapping[str, Any] | Sequence[str | Path]) -> Recipe:
-    """Build what a recipe's content describes, or what YAML files do, for a run across sites.
+    """Build the objects of a recipe, given as content or as YAML files, for a run across sites.
 
     Raises:
-        MisconfigurationException: If the recipe cannot be built, or cannot run across sites; it says why.
+        MisconfigurationException: If the recipe cannot be built, or cannot run across sites; the message has the
+            reason.
     """
     if isinstance(given, Mapping):
         args: Any = {"subcommand": "fit", "fit": dict(given)}
@@ -77,17 +78,17 @@ def build(given: Mapping[str, Any] | Sequence[str | Path]) -> Recipe:
             "the recipe has no `federated` section, so that there is nothing to run on sites: add one."
         )
     _check(cli, loop)
-    # What does not go together is refused here, before any data are read.
+    # Refuses a method and codecs that do not go together, before any data are read.
     Wire(loop.algorithm, loop.uplink, loop.downlink)
     content = yaml.safe_load(cli.parser_of("fit").dump(cli.config["fit"], skip_none=False))
     return Recipe(content, cli.model, cli.datamodule, trainer, loop)
 
 
 def resolve(configs: Sequence[str | Path]) -> tuple[str, dict[str, Any]]:
-    """Return a recipe's text for a site's approval, and what its author's machine has for it.
+    """A recipe's text for the sites' approval, and the own values of its author's machine.
 
-    The text has all defaults and is plain: nothing is left to be read. What is a site's own stands in it as
-    ``{site: NAME}``, with a ``default`` where another site can have the same; see `lightning_lowrank.flower.approval`.
+    The text has all defaults and refers to no other file. A site's own values are placeholders ``{site: NAME}``, with a
+    ``default`` if another site can have the same value; see `lightning_lowrank.flower.approval`.
 
     Args:
         configs: YAML files, of which later ones change earlier ones.
@@ -114,10 +115,10 @@ def resolve(configs: Sequence[str | Path]) -> tuple[str, dict[str, Any]]:
 
 
 def check_optimizers(trainer: pl.Trainer, module: pl.LightningModule) -> None:
-    """Refuse optimizers and schedulers that count steps from one client to the next.
+    """Refuse optimizers and schedulers whose step counts continue from one client to the next.
 
-    In a simulation they go on from the client that made the most steps in a round. Sites know nothing of each other's
-    steps, and what a scheduler makes of them is its own state, which no message carries.
+    In a simulation they continue from the client that made the most steps in a round. Sites know nothing of each
+    other's steps, and no message carries a scheduler's state.
 
     Raises:
         MisconfigurationException: If there is one.

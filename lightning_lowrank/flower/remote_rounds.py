@@ -1,4 +1,4 @@
-"""The rounds, seen from the server: the server's half of the recipe's method, and the sites' messages.
+"""Rounds across sites, at the server: the server's half of the recipe's method, and the sites' messages.
 
 The server is a Lightning fit whose epochs train nothing: `RemoteRounds` stands in for `FederatedLoop`, and lets each
 epoch's round happen on the sites. Validation, checkpoints, loggers and early stopping are the recipe's own.
@@ -73,14 +73,14 @@ _WITHOUT_STATISTICS = (
 _ON_THEIR_SITES = (
     "The sites hold the clients' own models: judge such in a simulation, by FederatedLoop(personal_test=...)."
 )
-# Seconds that a round waits for nodes that have just come.
+# Seconds that a round waits for the answers of new nodes.
 _WAIT_FOR_NEW = 60.0
 _NO_END = 2**31 - 1
 
 
 @dataclass
 class _Outcome:
-    """What came of a round's messages, by client."""
+    """The outcome of a round's messages: the clients that answered, and failures by client."""
 
     arrivals: list[int] = field(default_factory=list)
     failures: dict[int, str] = field(default_factory=dict)
@@ -91,18 +91,18 @@ class RemoteRounds(Callback):
     """Stands in for `FederatedLoop` on the server: a round's clients are sites.
 
     Clients are drawn as `FederatedLoop` draws them, so that a run and its simulation have the same ones. A drawn site
-    that is not there, fails, or sends something malformed counts as failed; the round is made of those that answer.
-    With ``on_client_error="raise"`` an error of a site's fit ends the run. While fewer than ``min_sites`` have
+    that is not connected, fails, or sends something malformed counts as failed; the round consists of the other
+    answers. With ``on_client_error="raise"`` an error of a site's fit ends the run. While fewer than ``min_sites`` have
     answered, the others are asked again until ``start_timeout`` has passed. A round that has too few answers because of
-    what sites sent is passed over, unless the sites of such rounds, one after another, are half of all, or leave fewer
+    malformed ones is passed over, unless the sites of such rounds, one after another, are half of all, or leave fewer
     than ``min_sites`` others: that ends the run. An answer that comes after its ``round_timeout`` is dropped. A site
     that comes back gets the broadcasts that it has missed, where the method needs them.
 
-    Its state is part of the trainer's checkpoints. A fit that is resumed from one goes on with the next round. Sites
-    that were there when it was saved are waited for, but for those that did not answer in its round. A site that has
-    made a round which the checkpoint does not know answers it as before.
+    Its state is part of the trainer's checkpoints. A fit that is resumed from one continues with the next round. It
+    waits for the sites that were connected when the checkpoint was saved, except those that did not answer in its
+    round. A site that has already made a round after the checkpoint repeats its answer.
 
-    Logged are the ``comm/...`` figures of `Ledger`, here lengths of what was sent, and ``federated/clients``,
+    Logged are the ``comm/...`` figures of `Ledger`, here lengths of sent messages, and ``federated/clients``,
     ``federated/failed``, ``federated/samples`` and ``federated/client_steps``.
 
     Args:
@@ -117,10 +117,10 @@ class RemoteRounds(Callback):
         on_bad_payload: What a malformed payload does: ``"skip"``: its site counts as failed; ``"stop"``: the run ends.
             In a secure sum it does so where the answer itself shows it: nobody can tell which masked number is bad.
         poll: Seconds between two looks for answers.
-        norm_bound: How many times as much as the median site's an answer may change what was sent; see `Intake`.
-            ``math.inf``: any number of times.
-        count_bound: How many times as many samples as the median site's a site may claim. One that claims more
-            counts as the median site does; see `Members`.
+        norm_bound: The largest ratio of an answer's change to the median site's change; see `Intake`.
+            ``math.inf``: no limit.
+        count_bound: The largest ratio of a site's claimed samples to the median site's. A site that claims more counts
+            as the median site does; see `Members`.
         secure_aggregation: Whether the server sees the sum of a round's answers alone, by Flower's SecAgg+, for methods
             whose server needs no more; see `secure_mean`.
         secure_range: With it, the largest number of a site's change; a site with a larger one refuses to send it. Each
@@ -206,19 +206,20 @@ class RemoteRounds(Callback):
         self._intake: Intake
         self._members: Members | None = None
         self._admission: Admission
-        # Clients whose sites have lost what they kept: of whom the method, and who themselves, have not heard of it.
+        # Clients whose sites have lost their state: those that the method (_lost) and the site (_untold) must still
+        # hear of.
         self._lost: set[int] = set()
         self._untold: set[int] = set()
         self._broadcasts = {} if broadcasts is None else broadcasts
         self._pruned = -1
-        # Clients without whose answers the last rounds were passed over.
+        # Clients whose missing answers caused the last rounds to be passed over.
         self._spoilers: set[int] = set()
         self._figures: dict[str, float] = {}
         self._client_steps = 0
 
     @property
     def state_key(self) -> str:
-        """Name of this callback's state in checkpoints: that of `FederatedLoop`, for whoever exports them."""
+        """Name of this callback's state in checkpoints: that of `FederatedLoop`, so that exports find it."""
         return "FederatedLoop"
 
     @property
@@ -234,7 +235,7 @@ class RemoteRounds(Callback):
         return self.coordinator.server
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what the server holds, and what it knows of the sites, as tensors and plain Python."""
+        """The state of the server and its record of the sites, as tensors and plain Python values."""
         if not self.members.begun:
             return {}
         return {
@@ -256,11 +257,11 @@ class RemoteRounds(Callback):
         }
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Take `state_dict`'s result, to be installed when the fit begins.
+        """Check `state_dict`'s result, which is installed when the fit begins.
 
         Raises:
             MisconfigurationException: If it is of another recipe, of a run that was not across sites, or of one with
-                another ``secure_aggregation``: sites answer a round that they have made as they did then.
+                another ``secure_aggregation``: sites repeat their answer to a round that they have made.
         """
         sites = state_dict.get("sites")
         recipe = hashlib.sha256(self.recipe).hexdigest()
@@ -276,7 +277,7 @@ class RemoteRounds(Callback):
         self._restored = state_dict
 
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
-        """Take the training loader's place."""
+        """Replace the training loader by a placeholder."""
         if stage == "fit":
             check_callbacks(self, trainer, pl_module, "sites that sit that round out would not know")
             enter = self._restore.enter_context
@@ -285,15 +286,15 @@ class RemoteRounds(Callback):
             enter(replaced(trainer, reload_dataloaders_every_n_epochs=0, limit_train_batches=1.0, overfit_batches=0.0))
 
     def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
-        """Give the trainer back as it was."""
+        """Restore the trainer."""
         self._restore.close()
 
     def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
-        """Give the trainer back as it was."""
+        """Restore the trainer."""
         self._restore.close()
 
     def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Wait for the sites, and let the algorithm look at the module."""
+        """Wait for the sites, and set up the algorithm."""
         check_all_are_trained(trainer, pl_module)
         check_optimizers(trainer, pl_module)
         self._rounds = _NO_END if (trainer.max_epochs or -1) < 0 else int(trainer.max_epochs)  # type: ignore[arg-type]
@@ -301,7 +302,7 @@ class RemoteRounds(Callback):
         for note in notes(pl_module, self.loop.buffers, trainer.lr_scheduler_configs) + advice:
             rank_zero_warn(note)
         server = self.loop.make_server(pl_module, trainer.optimizers)
-        # In a secure sum all clients have one form.
+        # In a secure sum all clients' messages have the same shapes, so that no site states a rank.
         self._rank_limit = 0 if self.secure_aggregation else UnequalClients.of(self.algorithm).rank_limit(pl_module)
         self.ledger = Ledger(dense_bytes(pl_module))
         state, self._restored = self._restored, None
@@ -313,7 +314,7 @@ class RemoteRounds(Callback):
             self._go_on_from(state["sites"])
         for client, rank in self.members.ranks().items():
             state_rank(self.algorithm, client, rank)
-        # Sites know nothing of the names that data in one place give.
+        # Clients have no names here: a data set in one place may name them, but sites do not know these names.
         self.loop.name_clients(None, len(self.members.samples))
         planner = self._planner = RoundPlanner(
             **self.loop.drawing(),
@@ -342,7 +343,7 @@ class RemoteRounds(Callback):
         self._admission = Admission(self.members, self._transport, lambda: self._pack({}), self.poll)
 
     def _go_on_from(self, sites: Mapping[str, Any]) -> None:
-        """Take up what was known of the sites, and wait for those that were there."""
+        """Restore the record of the sites, and wait for those that were connected."""
         self.study, self._signature = sites["study"], sites["signature"]
         self.members.load_state_dict(sites["members"])
         self._begin_admission()
@@ -363,15 +364,15 @@ class RemoteRounds(Callback):
             time.sleep(self.poll)
 
     def on_train_epoch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Let the sites make a round, and fold in what they send."""
+        """Let the sites make a round, and aggregate their answers."""
         plan, live = self._planner.plan(trainer.current_epoch), trained_tensors(pl_module)
         self.plan = plan
-        # Clients that sit the round out are counted as they hear of it.
+        # Clients that sit the round out are counted later, when they are sent a broadcast.
         self.coordinator.begin_round(plan, live, idle=0)
         self._intake.begin_round()
         self._prune()
         outcome = self._hear(plan, options_of(trainer.optimizers), live)
-        # They are deleted in the next round, when a state has been saved that says so.
+        # Old broadcasts are deleted in the next round, after a state with this number has been saved.
         self._pruned = max(
             [self._pruned, *(each for each in self._broadcasts if each <= plan.round - self.keep_broadcasts)]
         )
@@ -447,7 +448,7 @@ class RemoteRounds(Callback):
         rank_zero_info(f"{count - len(missing)} sites have joined")
 
     def _hear(self, plan: RoundPlan, options: str, live: Mapping[str, Tensor]) -> _Outcome:
-        """Send the round's broadcasts, and take in what comes back; ask again while too few answer."""
+        """Send the round's broadcasts and receive the answers; ask again while there are too few answers."""
         deadline = time.monotonic() + self.start_timeout
         outcome, needed = _Outcome(), self.min_sites
         if len(plan.clients) < needed:
@@ -482,7 +483,7 @@ class RemoteRounds(Callback):
             time.sleep(self.poll)
 
     def _ask(self, plan: RoundPlan, options: str, live: Mapping[str, Tensor], outcome: _Outcome) -> None:
-        """Ask the clients that have not answered yet once, and tell those that sit the round out what they missed."""
+        """Ask each client without an answer once, and send missed broadcasts to clients that sit the round out."""
         coordinator = self.coordinator
         outcome.failures, outcome.passing = {}, False
         for client in sorted(self._lost):
@@ -527,7 +528,7 @@ class RemoteRounds(Callback):
                 self.ledger.add_idle(sum(map(len, missed.values())))
         expected = expect(coordinator, packets, live)
         sizes = [coordinator.wire.up_bytes(coordinator.server.base, e.schema, e.codec) for e in expected.values()]
-        # What is longer than twice an honest answer is refused unread; a site that lacks a broadcast sends less.
+        # Answers longer than twice an honest one are refused unread; a site that reports a lost state sends less.
         replies, answers = self._transport.exchange(requests, most=2 * max(sizes, default=0)), dict[int, Message]()
         for client, node in sorted(self.members.connected.items()):
             reply = replies.get(node)
@@ -546,7 +547,7 @@ class RemoteRounds(Callback):
         self._refuse(outcome, refused)
 
     def _note(self, client: int, silence: Silence, outcome: _Outcome) -> None:
-        """Count a site as failed, and end the run if that is what such a failure does."""
+        """Count a site as failed, and end the run if ``on_bad_payload`` or ``on_client_error`` says so."""
         outcome.failures[client] = silence.reason
         outcome.passing |= silence.passing
         stops = self.on_bad_payload == "stop" if silence.bad else self.loop.on_client_error == "raise"
@@ -556,25 +557,25 @@ class RemoteRounds(Callback):
             )
 
     def _has_lost(self, client: int, reply: Message, outcome: _Outcome) -> bool:
-        """Return whether a site says that it has lost what it kept, and take note of it."""
+        """Whether a site reports that it has lost its state; if so, record that."""
         try:
             fields, _ = unpack(reply)
             if fields.get("lost") is not True:
                 return False
             heard = field_of(fields, "heard", int)
         except DecodingError:
-            # It is refused as an answer.
+            # A malformed reply is refused later, as an answer.
             return False
         outcome.failures[client] = "it has lost what it kept of earlier rounds"
         if -1 <= heard < self.members.heard[client] and client not in self._untold:
             self.members.heard[client] = heard
             self._lost.add(client)
-            # It may answer if it is asked again, once.
+            # The site can answer when it is asked again, which happens once.
             outcome.passing = True
         return True
 
     def _have_lost(self, clients: Collection[int], outcome: _Outcome) -> set[int]:
-        """Ask sites that failed in a secure sum, in which they cannot say it, whether they have lost what they kept."""
+        """Ask sites that failed in a secure sum, where they cannot report it, whether they have lost their state."""
         connected = {client: self.members.connected[client] for client in clients if client in self.members.connected}
         question = {node: (LISTEN, self._pack({"heard": self.members.heard[each]})) for each, node in connected.items()}
         replies = self._transport.exchange(question, most=0)
@@ -585,7 +586,7 @@ class RemoteRounds(Callback):
         }
 
     def _sum(self, requests: Mapping[int, SecureRequest], expected: Mapping[int, Expected], outcome: _Outcome) -> None:
-        """Let the method take in the mean of what sites send, which is all that is seen of it."""
+        """Pass the mean of the sites' answers to the method; the server sees no single answer."""
         coordinator, algorithm = self.coordinator, self.algorithm
         clients = {self.members.connected[client]: client for client in expected}
         outcome.passing = True
@@ -601,7 +602,7 @@ class RemoteRounds(Callback):
                     "secure-aggregation sums up changes of the same values in the same encoding, and"
                     f" {type(algorithm).__name__} sends or expects others of client {client}."
                 )
-        # Masked numbers are no arrays of Flower's.
+        # No bytes of Flower's arrays are allowed, because masked numbers are sent as fields.
         exchange = functools.partial(self._transport.exchange, most=0)
         answer = secure_mean(requests, schema, self.min_sites, self.secure_range, coordinator.server.round, exchange)
         failed = {clients[node]: silence for node, silence in answer.failures.items()}
@@ -649,7 +650,7 @@ class RemoteRounds(Callback):
         )
 
     def _prune(self) -> None:
-        """Forget the broadcasts that are too old."""
+        """Delete the broadcasts that are too old."""
         for number in [each for each in self._broadcasts if each <= self._pruned]:
             del self._broadcasts[number]
 
@@ -672,7 +673,7 @@ def _node_ids(text: str) -> list[int]:
 
 
 class NoBatch:
-    """Stands in the trainer for a training loader: one batch of nothing for each round."""
+    """A placeholder for the trainer's training loader, with one empty batch for each round."""
 
     def __len__(self) -> int:
         return 1

@@ -1,8 +1,8 @@
-"""Secure aggregation: the server learns the sum of what sites send and no single answer, by Flower's own SecAgg+.
+"""Secure aggregation: the server learns the sum of the sites' answers and no single one, by Flower's own SecAgg+.
 
 `RemoteRounds` calls `secure_mean`, which runs Flower's ``SecAggPlusWorkflow`` over the sites of a round; the
-``ClientApp`` has Flower's ``secaggplus_mod`` around its half. Nothing here is cryptography: this module writes what
-sites send as the numbers that Flower masks, and holds what they answer against what the protocol's stage expects.
+``ClientApp`` has Flower's ``secaggplus_mod`` around its half. This module contains no cryptography: it writes the
+sites' changes as the numbers that Flower masks, and compares answers with those that the protocol's stage expects.
 
 It does not protect from a dishonest server: Flower folds each 256-bit key to 32 bits and seeds NumPy's Mersenne Twister
 with them, so that a server can try all 2³² seeds and take the masks away. It keeps single updates out of the logs and
@@ -43,10 +43,10 @@ _BEFORE_NUMBERS = {"setup", "share_keys"}
 
 
 def check_secure(settings: FederatedSettings, min_sites: int) -> None:
-    """Refuse a recipe whose server needs more of the sites than a sum.
+    """Refuse a recipe whose server needs more than the sum of the sites' answers.
 
     Raises:
-        MisconfigurationException: If it does; it says why.
+        MisconfigurationException: If it does; the message has the reason.
     """
     algorithm = settings.algorithm
     operator = getattr(algorithm, "operator", None)
@@ -72,7 +72,7 @@ def check_secure(settings: FederatedSettings, min_sites: int) -> None:
 
 @dataclass
 class SecureRequest:
-    """What one site is asked for: fields and encoded broadcasts by round, as `pack` takes them, and its weight."""
+    """The request to one site: fields and encoded broadcasts by round, as `pack` takes them, and the site's weight."""
 
     fields: Fields
     payloads: Mapping[int, bytes]
@@ -84,13 +84,13 @@ Exchange = Callable[[Mapping[int, tuple[str, RecordDict]]], Mapping[int, Message
 
 @dataclass
 class SecureAnswer:
-    """What came of it.
+    """The result of a secure aggregation.
 
     Args:
-        mean: The weighted mean of the sites' changes, by name, in double precision; empty where there is none.
+        mean: The weighted mean of the sites' changes, by name, in double precision; empty if there is none.
         nodes: The sites whose changes are in it.
         nbytes: Bytes that sites have sent, by node.
-        failures: Why others are not, as far as that is known. What may be another site's doing counts as passing.
+        failures: The known reasons why other sites are missing. A failure that another site may have caused is passing.
     """
 
     mean: dict[str, Tensor] = field(default_factory=dict)
@@ -107,13 +107,13 @@ def secure_mean(
     number: int,
     exchange: Exchange,
 ) -> SecureAnswer:
-    """Let sites train and return the mean of their changes.
+    """Let sites train, and compute the mean of their changes by secure aggregation.
 
-    A site that fails before the numbers are sent is left out, and the others begin again without it: the protocol makes
-    up for those that have exchanged their keys alone.
+    A site that fails before the numbers are sent is left out, and the others begin again without it: the protocol
+    compensates only for the failure of sites that have exchanged their keys.
 
     Args:
-        requests: What each node is asked for.
+        requests: The request to each node.
         schema: Names and shapes of the changes.
         threshold: Number of sites without which nothing can be unmasked.
         largest: Largest number in a change.
@@ -121,7 +121,7 @@ def secure_mean(
         exchange: Sends messages to nodes and returns their answers, or why there is none.
 
     Returns:
-        The mean, or none where too few sites went through with it, or one of them has spoiled it: the protocol does not
+        The mean; none if too few sites completed the protocol, or if one of them has spoiled it: the protocol does not
         say which.
     """
     answer, mean, nodes = SecureAnswer(), dict[str, Tensor](), list[int]()
@@ -154,7 +154,7 @@ def secure_mean(
 
 
 def read_request(message: Message) -> tuple[dict[str, Any], dict[int, bytes]]:
-    """Return fields and broadcasts of a message that `secure_mean` sent.
+    """The fields and broadcasts of a message from `secure_mean`.
 
     Raises:
         DecodingError: If it has another form.
@@ -168,7 +168,7 @@ def read_request(message: Message) -> tuple[dict[str, Any], dict[int, bytes]]:
 
 
 def write_answer(message: Message, context: Context, changes: Mapping[str, Tensor], weight: int) -> Message:
-    """Return a site's answer, which Flower's mod masks before it leaves.
+    """A site's answer, which Flower's mod masks before it is sent.
 
     Raises:
         MisconfigurationException: If a number is larger than what the server has announced, which would cut it off.
@@ -185,7 +185,7 @@ def write_answer(message: Message, context: Context, changes: Mapping[str, Tenso
 
 
 def changes_of(received: Mapping[str, Tensor], reference: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The differences of tensors from others of the same names and shapes, in double precision."""
+    """Differences of tensors from a reference of the same name and shape, in double precision."""
     return {
         name: value.double() - reference[name].to(value.device).double()
         if name in reference and reference[name].shape == value.shape
@@ -229,7 +229,7 @@ class _Incomplete(Exception):
 
 
 class _Stages:
-    """The grid that Flower's workflow sees: what a stage cannot use counts as no answer of its site alone."""
+    """The grid that Flower's workflow uses; an answer that a stage cannot use counts as its site's failure alone."""
 
     def __init__(
         self, exchange: Exchange, requests: Mapping[int, SecureRequest], schema: Schema, answer: SecureAnswer
@@ -260,7 +260,7 @@ class _Stages:
         return used
 
     def _check(self, node: int, stage: str, reply: Message) -> int:
-        """Return the bytes of an answer.
+        """The size of an answer in bytes.
 
         Raises:
             DecodingError: If the stage cannot use it.
@@ -300,7 +300,7 @@ def _are_short(texts: Sequence[Any]) -> bool:
 
 
 def _is_array(data: Any, shape: tuple[int, ...]) -> bool:
-    """Return whether bytes are an array of 64-bit integers of this shape, before anything of its size is allocated."""
+    """Whether bytes are an array of 64-bit integers of this shape; checked before anything of its size is allocated."""
     if not isinstance(data, bytes) or len(data) > 8 * int(np.prod(shape)) + 1024:
         return False
     file = io.BytesIO(data)

@@ -1,4 +1,4 @@
-"""The ``ServerApp`` of a recipe: a Lightning fit whose rounds are on sites, and the state that it goes on from."""
+"""The ``ServerApp`` of a recipe: a Lightning fit whose rounds run on sites, and its state for a restart."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ from lightning_lowrank.flower.recipe import build
 from lightning_lowrank.flower.remote_rounds import NoBatch, RemoteRounds
 from lightning_lowrank.interop.files import private_files, private_folder, replacing
 
-# Seconds: how long a server waits for another of its study to end. One whose SuperLink was killed takes some to notice.
+# Seconds that a server waits for another process of its study, which notices late that its SuperLink was killed.
 _WAIT_FOR_END = 60.0
 
 
 class _Kept(MutableMapping[int, bytes]):
-    """Broadcasts in a folder, a file for each; an entry is there as a whole or not at all.
+    """Broadcasts by round, in a folder with a file for each, which is written atomically.
 
     Args:
         folder: The folder.
@@ -62,7 +62,7 @@ class _Kept(MutableMapping[int, bytes]):
 
 
 class _KeepState(Checkpoint):
-    """Saves the trainer's state after each round, in a file that a kill leaves whole; the last of all callbacks."""
+    """Saves the trainer's state atomically after each round, as the last of all callbacks."""
 
     def __init__(self, file: Path) -> None:
         self._file = file
@@ -85,11 +85,11 @@ def serve(
 
     Args:
         recipe: The recipe's file. What this machine has for the names that the recipe leaves to each party, and for its
-            trainer, stands in ``server.yaml`` beside it, if that is there.
+            trainer, comes from ``server.yaml`` next to it, if that exists.
         grid: Flower's way to the sites.
         validate: Whether the server judges the global model; otherwise it reads no data.
-        state: File to save the server's state in after each round. If it is there, the run goes on from it. It is
-            deleted when the run has ended as it should. ``None``: nothing is saved.
+        state: File to save the server's state in after each round. If it exists, the run continues from it. It is
+            deleted when the run has ended normally. ``None``: nothing is saved.
         rounds: Number of rounds; 0: the recipe's ``trainer.max_epochs``.
         cohort: Number of clients that a round draws; 0: the recipe's ``federated.clients_per_round``.
         seed: ``seed_everything``; -1: the recipe's.
@@ -126,7 +126,7 @@ def serve(
 
 
 def _content(recipe: Path, rounds: int, cohort: int, seed: int, validate: bool) -> dict[str, Any]:
-    """Return a recipe's content with what is this machine's own, and what this run has in place of the recipe's."""
+    """A recipe's content, with this machine's own values filled in and this run's settings in place of the recipe's."""
     file = recipe.with_name("server.yaml")
     own = read_plain(file.read_bytes(), str(file)) if file.is_file() else {}
     content: dict[str, Any] = filled(read_plain(recipe.read_bytes(), str(recipe)), own.get("site", {}))
@@ -186,12 +186,12 @@ _SETTINGS = (
 
 
 def server_app(recipe: str | Path) -> ServerApp:
-    """Return the ``ServerApp`` of a recipe.
+    """Build the ``ServerApp`` of a recipe.
 
     It reads from the run's configuration (``flwr run --run-config 'round-timeout=60.0'``) the arguments of
     `RemoteRounds` that `write_project` writes into the project, ``validate``, ``rounds``, ``cohort`` and ``seed``.
     After each round it saves its state in the folder ``state-dir``, by default ``$FLWR_HOME/lightning_lowrank``, in a
-    file that is named by ``study`` and the recipe's digest. A run that is started again goes on from there.
+    file that is named by ``study`` and the recipe's digest. A restarted run continues from that file.
 
     Args:
         recipe: The recipe's file.

@@ -52,7 +52,7 @@ _QUIET = {
 
 @dataclass
 class _Kept:
-    """What a site keeps from round to round, in a file that never leaves it.
+    """A site's state between rounds, in a file that never leaves the site.
 
     Args:
         followed: The last round that the site has trained in, -1 before the first. Its broadcast and those before it
@@ -61,9 +61,9 @@ class _Kept:
         upload: The encoded answer of the round ``followed``.
         secure: Whether that answer is a change, for a secure sum.
         client: `ClientContext.state`.
-        base: `Base.state`, where broadcasts change it.
-        frozen: The frozen parameters, where changes have been folded into them.
-        secret: What tells the server after a restart that this is the same site.
+        base: `Base.state`, if broadcasts change it.
+        frozen: The frozen parameters, if changes have been folded into them.
+        secret: A secret by which the server recognises this site after a restart.
         seed: The study's seed.
     """
 
@@ -83,7 +83,7 @@ class _Round:
     """One round on a site.
 
     Args:
-        broadcasts: Encoded broadcasts that it has not followed yet.
+        broadcasts: Encoded broadcasts that have not been applied yet.
         options: `options_of`.
         secure: Whether the answer is a change in double precision, for a secure sum.
         upload: The encoded answer.
@@ -96,24 +96,24 @@ class _Round:
 
 
 class Site:
-    """One site of a federation: trains its client in the rounds that ask for it, and keeps up with the others.
+    """One site of a federation: trains its client in the rounds that draw it, and applies other rounds' broadcasts.
 
-    Module, datamodule and trainer are built once and used for every round that this object sees. What a later process
-    needs is in one file, which never leaves the site: what the client keeps, its last answer, broadcasts that it heard
-    and has not needed yet, and what earlier broadcasts have changed of what every side holds.
+    Module, datamodule and trainer are built once and used for every round that this object sees. The state for a later
+    process is in one file, which never leaves the site: the client's state, its last answer, broadcasts that are not
+    applied yet, and changes by earlier broadcasts of the weights and state that server and sites share.
 
-    Under a policy of a file the site builds its own copy of a recipe that it has approved, and nothing of any other.
+    With a policy from a file, the site builds only its own copies of recipes that it has approved.
 
     Args:
         recipe: The recipe that the server sent.
         client: Number of this site's client, from 0.
-        state: The file, ``*.safetensors``; it need not be there yet.
+        state: The file, ``*.safetensors``; it need not exist yet.
         clients: Number of clients of the federation; ``None``: the recipe says.
-        own_data: The recipe's data, read here, is this site's alone. Otherwise all sites hold the recipe's whole data,
-            and this one takes its part by the recipe's partition.
-        data_root: Folder that holds what the recipe leaves to sites, such as the datamodule's ``root``.
+        own_data: Whether the recipe's data set, as read here, is this site's alone. Otherwise all sites have the whole
+            data set, and this one uses its client's part of the recipe's partition.
+        data_root: Folder of the files that the recipe leaves to sites, such as the datamodule's ``root``.
         policy: What the site permits; by default everything.
-        own: What this site fills in: values of the names that the recipe leaves to sites, entries of `OWN_OF_TRAINER`
+        own: This site's values: those of the names that the recipe leaves to sites, entries of `OWN_OF_TRAINER`
             for the trainer, and ``rank``, the rank of this site's client, for methods of clients of different rank.
         seed: ``seed_everything`` of the study; ``None``: the recipe's.
         rounds: Number of the study's rounds.
@@ -138,7 +138,7 @@ class Site:
         self.client = client
         self.round: _Round
         self.epsilon: float | None = None
-        """What the site's samples have cost in all studies, by the last round of this process that counted it."""
+        """ε of the site's samples over all studies, after the last private round of this process."""
         self.policy = Policy() if policy is None else policy
         self._recipe = Path(recipe).read_bytes()
         self._clients = clients
@@ -154,7 +154,7 @@ class Site:
             )
         self._spending = Spending(self._file.parent / f"privacy_client_{client}.json")
         self._built: Recipe | None = None
-        # The policy that has permitted what is built; the site's may have changed since.
+        # The policy that permitted the built recipe; the site's policy may have changed since.
         self._checked_by = self.policy
         self._base: Base | None = None
         self._signature: dict[str, Any] = {}
@@ -166,7 +166,7 @@ class Site:
         return max(self._kept.followed, *self._kept.pending, -1)
 
     def join(self) -> dict[str, Any]:
-        """Build everything, read the data, and return what the server wants to know of this site.
+        """Build the recipe, read the data, and return this site's claims and signature for the server.
 
         Raises:
             MisconfigurationException: If something would not work in a round.
@@ -182,7 +182,7 @@ class Site:
                 f"num-partitions={self._clients} was given to this site, and the recipe has {len(indices.sizes)}"
                 " clients."
             )
-        # A site that is started again before its first round is still the same.
+        # Saved now, so that a site that restarts before its first round keeps its secret.
         self._save()
         return {
             "client": self.client,
@@ -196,7 +196,7 @@ class Site:
         }
 
     def listen(self, broadcasts: Mapping[int, bytes]) -> None:
-        """Keep broadcasts of rounds that this site sits out, until it trains again.
+        """Store broadcasts of rounds that this site sits out, until it trains again.
 
         Raises:
             PolicyViolation: If the site has not approved the recipe.
@@ -208,18 +208,18 @@ class Site:
         self._save()
 
     def train(self, number: int, broadcasts: Mapping[int, bytes], options: str, secure: bool = False) -> bytes:
-        """Train the client for one round; a round that it has just made is answered as before.
+        """Train the client for one round; a repeated request for the last round gets the same answer.
 
         Args:
             number: The round, from 0.
-            broadcasts: What the server sent, encoded: this round's broadcast, if the method has any, and those of
-                earlier rounds that the site should have heard.
+            broadcasts: Encoded broadcasts: this round's, if the method has any, and those of
+                earlier rounds that the site has missed.
             options: The optimizers' options in this round, as `options_of` writes them.
-            secure: Whether a secure sum is made of the answer.
+            secure: Whether the answer is for a secure sum.
 
         Returns:
-            The encoded message; empty where the method sends nothing. For a secure sum, the change from what server and
-            client both know, in double precision.
+            The encoded message; empty if the method sends nothing. For a secure sum, the change from the values that
+            server and client both know, in double precision.
 
         Raises:
             DecodingError: If a broadcast cannot be decoded.
@@ -248,7 +248,7 @@ class Site:
         try:
             loop = self._fit(number)
         except BaseException:
-            # What this round has changed already goes with it; what it has cost stays counted.
+            # The failed round's changes are discarded; its privacy cost stays counted.
             self._built = None
             self._load()
             raise
@@ -282,7 +282,7 @@ class Site:
             state_rank(loop.algorithm, self.client, self._rank)
         loop.make_exchange = functools.partial(_FlowerExchange, self)
         loop.execution, loop.chunk_size, loop.summary = "sequential", None, False
-        # The server goes on without a site that fails.
+        # An error ends the fit here, and the server continues without this site.
         loop.on_client_error, loop.min_clients = "raise", 1
         loop.clients_per_round = loop.sampling_weights = loop.availability = loop.client_memory_limit = None
         kept = [callback for callback in recipe.trainer.callbacks if not isinstance(callback, ONLY_OF_WHOLE_RUNS)]
@@ -290,14 +290,14 @@ class Site:
         return recipe
 
     def _check_again(self) -> None:
-        """Check a recipe that is built by the present policy and approvals."""
+        """Check the built recipe against the present policy and approvals."""
         self.policy.approved(self._recipe)
         if self._built is not None and self.policy != self._checked_by:
             self.policy.check_privacy(self._built.loop.privacy, _private(self._built))
             self._checked_by = self.policy
 
     def _fit(self, number: int) -> FederatedLoop:
-        """Make one round; none for -1."""
+        """Run the fit for one round; for -1, only set it up."""
         if self._built is None:
             self._built, self._base, self._checked_by = self._build(), None, self.policy
         recipe = self._built
@@ -307,10 +307,10 @@ class Site:
         return recipe.loop
 
     def charge(self, steps: int) -> None:
-        """Count what a round of so many steps will cost, before it is trained.
+        """Charge a round's steps to the privacy account, before the round is trained.
 
         Raises:
-            PolicyViolation: If it would cost more privacy than the site's policy permits.
+            PolicyViolation: If the round would cost more privacy than the site's policy permits.
         """
         assert self._built is not None
         private = _private(self._built)
@@ -324,7 +324,7 @@ class Site:
         self.epsilon = epsilon
 
     def restore(self, exchange: Exchange) -> None:
-        """Give a base that is new what this site has followed before."""
+        """Restore the state after earlier broadcasts in a newly built base."""
         base = exchange.server.base
         if base is self._base:
             return
@@ -336,7 +336,7 @@ class Site:
         exchange.states[self.client] = self._kept.client
 
     def _keep_base(self, exchange: Exchange) -> None:
-        """Keep what broadcasts have changed; the rest of the base each process makes from the recipe."""
+        """Store the parts of the base that broadcasts have changed; each process builds the rest from the recipe."""
         base = exchange.server.base
         if exchange.wire.shares_copy or ChangesBase.of(exchange.algorithm).announces:
             self._kept.base = base.state
@@ -377,19 +377,19 @@ class Site:
 
 
 class _FlowerExchange(SiteExchange):
-    """Hands on what the site's `_Round` holds."""
+    """Reads broadcasts from the site's `_Round`, and writes the client's upload to it."""
 
     def __init__(self, site: Site, parts: Parts) -> None:
         super().__init__(parts)
         self._site = site
 
     def setup(self, continues: bool = False) -> None:
-        """Let the method and the wire look at the module, as the site has followed it."""
+        """Set up the method and the wire, with the module in the state after earlier broadcasts."""
         self._site.restore(self)
         super().setup(continues)
 
     def broadcasts(self, round_number: int) -> Iterable[bytes]:
-        """Return the broadcasts, after the optimizers have taken over the round's options."""
+        """Set the optimizers' options of the round, and return its broadcasts."""
         take_options(self.server.base.optimizers, self._site.round.options)
         return self._site.round.broadcasts
 
@@ -398,13 +398,13 @@ class _FlowerExchange(SiteExchange):
         self._site.policy.check_tensors(received, "the server's message")
 
     def begin_round(self, plan: RoundPlan, live: Mapping[str, Tensor], idle: int) -> None:
-        """Apply what has been broadcast, and refuse what the site's policy does not permit to train in this round."""
+        """Apply the broadcasts, and refuse to train parameters or steps that the site's policy does not permit."""
         super().begin_round(plan, live, idle)
         self._site.policy.check_trained(live)
         self._site.charge(sum(plan.batches))
 
     def pack(self, client: ClientContext, message: Message) -> Packet:
-        """Return what a client sends as it crosses the wire, within what the site's policy permits."""
+        """Pack a client's message, within the limits of the site's policy."""
         policy, exact = self._site.policy, self.algorithm.claims.exact
         policy.check_tensors(message.tensors, "the answer")
         known = {**reference(self.algorithm, client.base, self.received), **client.base.fresh_buffers}
@@ -414,7 +414,7 @@ class _FlowerExchange(SiteExchange):
         return packet
 
     def receive(self, client: ClientContext, packet: Packet) -> None:
-        """Encode what the client sends."""
+        """Encode the client's message."""
         if self._site.round.secure:
             known = reference(self.algorithm, self.server.base, self.received)
             self._site.round.upload = Dense().encode(changes_of(packet.received, known))
@@ -428,7 +428,7 @@ def _private(recipe: Recipe) -> DifferentialPrivacy | None:
 
 
 class _OneClient(Partition):
-    """The whole training set is one client's; the others' is elsewhere."""
+    """A partition in which the whole training set is one client's; the other clients' samples are on other sites."""
 
     def __init__(self, client: int) -> None:
         self._client = client
@@ -443,11 +443,11 @@ class _OneClient(Partition):
 
 
 class _ConstantSchedules(Callback):
-    """The server tells each round's learning rates; schedulers of the site's own would make other ones."""
+    """Removes the learning rate schedulers, because the server sends each round's learning rates."""
 
     def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         check_optimizers(trainer, pl_module)
-        # A site's rounds step no schedule of their own.
+        # No scheduler steps in a site's rounds.
         trainer.strategy.lr_scheduler_configs = []
 
 

@@ -18,7 +18,7 @@ __all__ = ["Silence", "Transport"]
 
 @dataclass(frozen=True)
 class Silence:
-    """Why there is no answer from a node, whether one may come if it is asked again, and whether it sent a bad one."""
+    """The reason for a node's missing answer, whether asking again may help, and whether its answer was bad."""
 
     reason: str
     passing: bool
@@ -44,7 +44,7 @@ class Transport:
         return set(self._grid.get_node_ids())
 
     def exchange(self, requests: Mapping[int, tuple[str, RecordDict]], most: int) -> dict[int, Message | Silence]:
-        """Send messages to nodes: each one's reply, of at most so many bytes, or why there is none."""
+        """Send messages to nodes, and wait for each node's reply of at most ``most`` bytes or its `Silence`."""
         pending = self.push(requests)
         replies: dict[int, Message | Silence] = {
             node: Silence("Flower did not take its message", passing=True)
@@ -65,7 +65,7 @@ class Transport:
         return replies
 
     def push(self, requests: Mapping[int, tuple[str, RecordDict]]) -> dict[str, int]:
-        """Send messages to nodes: the nodes by the numbers of the messages that Flower took."""
+        """Send messages to nodes; the result has the nodes by the ids of the messages that Flower accepted."""
         if not requests:
             return {}
         messages = [
@@ -76,10 +76,10 @@ class Transport:
         return {number: node for number, node in sent if number}
 
     def pull(self, pending: dict[str, int], most: int) -> dict[int, Message | Silence]:
-        """The replies to messages by node, which are removed from ``pending``: a second answer is dropped.
+        """Fetch the replies to messages, by node, and remove them from ``pending``: a second answer is dropped.
 
-        Each is fetched by itself: what Flower cannot read, or has arrays of more than ``most`` bytes, raises an error
-        that takes along all that is fetched with it.
+        Each reply is fetched by itself, because a reply that Flower cannot read, or with arrays of more than ``most``
+        bytes, raises an error for all replies that are fetched with it.
         """
         replies: dict[int, Message | Silence] = {}
         for number, node in list(pending.items()):
