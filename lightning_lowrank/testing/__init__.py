@@ -1,4 +1,4 @@
-"""Contracts that methods, codecs, factorizations, operators, aggregators, partitions and stages keep, yours included.
+"""Checks of your own methods, codecs, factorizations, operators, aggregators, partitions and stages by contract.
 
 Each check raises `AssertionError`.
 """

@@ -1,4 +1,4 @@
-"""What every aggregator must do, whoever wrote it."""
+"""`check_aggregator`: the contract that every aggregator must keep."""
 
 from __future__ import annotations
 
@@ -75,13 +75,13 @@ def check_aggregator(
 
 
 class _Peers:
-    """Two processes: this one, and one that has seen other arrivals."""
+    """Simulates two processes: this one, and one with other arrivals."""
 
     def __init__(self, device: torch.device, there: Callable[[_Peers], None]) -> None:
         self.root_device = device
         self._log: list[Any] = []
         self._recording = True
-        # What the other process hands over is learnt by running it alone first.
+        # The other process runs first and alone, to record the values that it contributes.
         there(self)
         self._recording, self._answers = False, iter(self._log)
 

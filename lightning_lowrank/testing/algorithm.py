@@ -1,4 +1,4 @@
-"""The contract of a federated method, as a check that any `Algorithm` can be given to."""
+"""`check_algorithm`: the contract that every federated method must keep."""
 
 from __future__ import annotations
 
@@ -29,28 +29,28 @@ from lightning_lowrank.testing.sites import Tape, replay_client, replay_server
 
 __all__ = ["PARTS", "Expected", "check_algorithm"]
 
-# In the recorded run client 0 sits a round out, client 3 comes late, and all are there in the end.
+# Clients of the recorded run's rounds: client 0 sits out the second, client 3 joins in it, the third has all.
 _ROUNDS = [[0, 1, 2], [1, 2, 3], [0, 1, 2, 3]]
-# Inside a client's steps in the first round, and between two clients' in the second.
+# Batches after which checkpoints are saved: inside a client's steps, and between two clients of the next round.
 _SAVED_SEQUENTIAL = (4, 13)
 _SAVED_VECTORIZED = (6,)
 
 
 @dataclass(frozen=True)
 class Expected:
-    """What is expected of a method beside the contract. By default all that federated averaging does.
+    """A method's promises in addition to the contract of every method; by default those of federated averaging.
 
     Args:
-        plain: Tolerance within which a round of one client that has all samples is an epoch of plain training.
-            ``None``: it is not.
+        plain: Tolerance within which a round of one client that has all samples equals an epoch of plain training.
+            ``None``: it does not.
         identical: Tolerance within which two clients with the same samples end where one does. ``None``: they don't.
         same_bytes: Whether each message has the bytes of all trained tensors and persistent buffers.
         vectorizes: Whether clients can step together; otherwise ``execution="vectorized"`` has to be refused.
         trains_global: Whether there is a global model that learns; otherwise clients' own models have to.
         averages_buffers: Whether the global model has the clients' statistics. ``None``: if ``trains_global``.
-        accuracy: What the model reaches on four classes. Default 0.7.
-        learning: Settings with which it does: ``rounds`` (default 8), and arguments of `FederatedLoop`, by default
-            ``local_epochs=2``.
+        accuracy: Accuracy that the model exceeds on four classes. Default 0.7.
+        learning: Settings of the run that reaches it: ``rounds`` (default 8), and arguments of `FederatedLoop`, by
+            default ``local_epochs=2``.
     """
 
     plain: float | None = 1e-5
@@ -130,7 +130,7 @@ def check_algorithm(
 
 
 class _SaveAt(Checkpoint):
-    """Saves checkpoints after batches of these numbers, counted from 1 over the whole run."""
+    """Saves checkpoints after the batches with these numbers, counted from 1 over the whole run."""
 
     def __init__(self, folder: Path, batches: Sequence[int]) -> None:
         self.files = {number: folder / f"{number}.ckpt" for number in batches}
@@ -143,7 +143,7 @@ class _SaveAt(Checkpoint):
 
 
 class _Check:
-    """The parts of the contract, with the runs that several of them look at."""
+    """The parts of the contract, and the runs that several parts share."""
 
     def __init__(self, experiment: Experiment, expected: Expected, folder: Path) -> None:
         self.experiment = experiment
@@ -154,7 +154,7 @@ class _Check:
     def run(
         self, *callbacks: Callback, tape: Tape | None = None, checkpoint: Path | None = None, **settings: Any
     ) -> Outcome:
-        """Make the recorded run's rounds, in float64, with other settings of the loop."""
+        """Make the recorded run's rounds in float64, with further settings of the loop."""
         loop = self.experiment.loop(**{"participants": _ROUNDS, **settings})
         if tape is not None:
             tape.attach(loop)
@@ -162,13 +162,13 @@ class _Check:
 
     @cached_property
     def recorded(self) -> tuple[Outcome, Tape, dict[int, Path]]:
-        """A sequential run, what crossed the wire in it, and the checkpoints that it saved."""
+        """A sequential run, the tape of its messages, and the checkpoints that it saved."""
         tape, saver = Tape(), _SaveAt(self.folder / "sequential", _SAVED_SEQUENTIAL)
         return self.run(saver, tape=tape), tape, saver.files
 
     @cached_property
     def vectorized(self) -> tuple[Outcome, dict[int, Path]]:
-        """The same run with clients that step together, and the checkpoints that it saved."""
+        """The recorded run with clients that step together, and the checkpoints that it saved."""
         saver = _SaveAt(self.folder / "vectorized", _SAVED_VECTORIZED)
         return self.run(saver, execution="vectorized"), saver.files
 
@@ -348,7 +348,7 @@ PARTS = tuple(_PARTS)
 
 @torch.no_grad()
 def _own_accuracy(outcome: Outcome, client: int, samples: Sequence[Tensor]) -> float:
-    """Return the accuracy of a client's own model on its samples."""
+    """The accuracy of a client's own model on its samples."""
     assert outcome.loop is not None
     coordinator, live = outcome.loop.coordinator, trained_tensors(outcome.module)
     given = UnequalClients.of(coordinator.algorithm).model_for(coordinator.server, coordinator.info(client))

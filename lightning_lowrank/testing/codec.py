@@ -1,4 +1,4 @@
-"""The contract of a codec, as a check that any codec can be given to."""
+"""`check_codec`: the contract that every codec must keep."""
 
 from __future__ import annotations
 
@@ -22,19 +22,19 @@ def check_codec(codec: Codec, messages: Mapping[str, Mapping[str, Tensor]] | Non
     The contract, for every message:
 
     - ``decode`` gives the names, types and shapes that ``encode`` was given, in any order, without gradients.
-    - ``transmit`` gives the same bit for bit, in the message's order, on the tensors' own devices. Only NaNs may be
-      other NaNs, as they are on another device.
+    - ``transmit`` gives the same bit for bit, in the message's order, on the tensors' own devices. Only NaNs may have
+      other bits, as they do on another device.
     - ``nbytes`` is the length of the encoding. It needs no values: tensors on the meta device have the same, or at
       least half of it if ``adaptive`` is True.
     - Tensors that are not of 16-, 32- or 64-bit floating-point numbers arrive exactly.
     - The message is left unchanged.
     - A codec encodes a message to the same bytes each time, and so does a copy of it with the same seed. ``seeded``
       leaves the codec itself unchanged. A codec of any seed decodes the bytes.
-    - NaN and infinities don't arrive as finite numbers where other numbers would arrive as something.
+    - NaN and infinities don't arrive as finite numbers in tensors whose other numbers don't arrive as zeros.
     - Truncated bytes are refused with a `DecodingError`. Other bytes that are no encoding are refused in the same way,
       or decode to tensors that are not large.
-    - If ``unbiased`` is True, the mean of what arrives over seeds is what was sent.
-    - If ``additive`` is True, what arrives of a sum is the sum of what arrives.
+    - If ``unbiased`` is True, the decoded tensors' mean over seeds is the message.
+    - If ``additive`` is True, the decoded sum of two messages is the sum of the decoded messages.
 
     Args:
         codec: The codec.
@@ -139,7 +139,7 @@ def _check_robustness(codec: Codec, tensors: Mapping[str, Tensor], rng: random.R
     for _ in range(100):
         changed = bytearray(data)
         for _ in range(rng.choice((1, 1, 2, 8)) if data else 0):
-            # Mostly what stands in front, where codecs keep names and shapes.
+            # Mostly in the first bytes, where codecs write names and shapes.
             end = len(data) if rng.random() < 0.3 else min(400, len(data))
             changed[rng.randrange(end)] ^= 1 << rng.randrange(8)
         _decodes(codec, bytes(changed))
@@ -147,7 +147,7 @@ def _check_robustness(codec: Codec, tensors: Mapping[str, Tensor], rng: random.R
 
 
 def _decodes(codec: Codec, data: bytes) -> bool:
-    """Return whether the bytes are taken; anything but tensors or a `DecodingError` breaks the contract."""
+    """Whether the bytes can be decoded; any outcome but tensors or a `DecodingError` breaks the contract."""
     try:
         decoded = codec.decode(data)
     except DecodingError:
@@ -164,7 +164,7 @@ def _decodes(codec: Codec, data: bytes) -> bool:
 
 
 def _check_mean(codec: Codec, tensors: Mapping[str, Tensor], draws: int) -> None:
-    """Compare means of random combinations of all numbers, which are normal even if few numbers arrive at a time."""
+    """Compare means of random combinations of all numbers: these are normal even if few numbers are sent at a time."""
     sent = _numbers(tensors)
     if not (sent.numel() and sent.isfinite().all()):
         return
@@ -179,7 +179,7 @@ def _check_mean(codec: Codec, tensors: Mapping[str, Tensor], draws: int) -> None
         magnitude = magnitude + received.abs() / draws
         errors.append(directions @ (received - sent))
     spread, mean = torch.std_mean(torch.stack(errors), dim=0)
-    # Six standard errors, and the rounding to the tensors' own types.
+    # Six standard errors, and the error of rounding to the tensors' own types.
     allowed = 6 * spread / math.sqrt(draws) + (precision * magnitude).sum()
     require(
         bool((mean.abs() <= allowed).all()),
@@ -200,7 +200,7 @@ def _check_sum(codec: Codec, tensors: Mapping[str, Tensor]) -> None:
 
 
 def _equal(one: Tensor, other: Tensor) -> bool:
-    """Return whether two tensors are equal bit for bit, on whatever devices; one NaN is as good as another."""
+    """Whether two tensors are equal bit for bit, on any devices; all NaNs count as equal."""
     return one.dtype == other.dtype and torch.equal(_bits(one), _bits(other))
 
 

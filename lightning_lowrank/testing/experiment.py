@@ -23,16 +23,16 @@ from lightning_lowrank.federated import Algorithm, FederatedLoop, FromIndices
 __all__ = ["Experiment", "Norm", "Outcome", "blobs", "quiet", "small_module"]
 
 Norm = Callable[[int], nn.Module]
-"""Makes a layer of normalization of so many features."""
+"""Makes a normalization layer, given its number of features."""
 
 GROUP_NORM: Norm = partial(nn.GroupNorm, 4)
 
-# Clients of several, many and single samples.
+# Samples of each client: clients with several, with many, and with a single one.
 PARTS = [range(5), range(5, 18), range(18, 27), range(27, 28)]
 
 
 def blobs(samples: int, seed: int = 7, dtype: torch.dtype = torch.float32) -> TensorDataset:
-    """Return samples of four classes, ``[samples, 6]``, each drawn around its class's centre, and their labels."""
+    """Samples of four classes, ``[samples, 6]``, each drawn around its class's centre, and their labels."""
     draws = torch.Generator().manual_seed(seed)
     labels = torch.randint(4, (samples,), generator=draws)
     centres = 2 * torch.randn(4, 6, generator=torch.Generator().manual_seed(1))
@@ -71,7 +71,7 @@ def small_module(
     network: Callable[[Norm], nn.Module] | None = None,
     optimizer: Callable[[Any], torch.optim.Optimizer] | None = None,
 ) -> pl.LightningModule:
-    """Return a module that `check_algorithm` can train; `functools.partial` makes one that it can be given.
+    """A module for `check_algorithm`; `functools.partial` of this function with other arguments makes another one.
 
     Args:
         norm: The layer of normalization to use, a function of the number of features.
@@ -89,7 +89,7 @@ def small_module(
 
 @dataclass
 class Outcome:
-    """A run that is over: the module as it left it, its trainer, and its `FederatedLoop`, if it was federated."""
+    """A finished run: its module, its trainer, and its `FederatedLoop`, if it was federated."""
 
     module: pl.LightningModule
     trainer: pl.Trainer
@@ -102,20 +102,20 @@ class Outcome:
 
     @property
     def traffic(self) -> dict[str, int]:
-        """The run's `Ledger`."""
+        """The counts of the run's `Ledger`, by name."""
         assert self.loop is not None
         return self.loop.ledger.state_dict()
 
 
 @dataclass
 class Experiment:
-    """What all runs of a check have in common.
+    """The method, module and settings that all runs of a check share.
 
     Args:
         make: Makes the method.
         make_module: Makes the module, given a layer of normalization to use.
         lowrank: Makes the `LowRank` callback, if any.
-        settings: Arguments of `FederatedLoop` beside those that the check gives.
+        settings: Arguments of `FederatedLoop` in addition to the check's own.
     """
 
     make: Callable[[], Algorithm]
@@ -124,18 +124,18 @@ class Experiment:
     settings: Mapping[str, Any] = field(default_factory=dict)
 
     def module(self, norm: Norm = GROUP_NORM, dtype: torch.dtype = torch.float32) -> pl.LightningModule:
-        """Return the module, always with the same weights, rounded to ``dtype``."""
+        """A new module, always with the same weights, rounded to ``dtype``."""
         with isolate_rng():
             torch.manual_seed(3)
             return self.make_module(norm).to(dtype)
 
     def loop(self, parts: Sequence[Sequence[int]] = PARTS, **settings: Any) -> FederatedLoop:
-        """Return a `FederatedLoop` for clients of these samples."""
+        """A `FederatedLoop` in which each client has the samples of one of ``parts``."""
         defaults = {"partition": FromIndices(parts), "seed": 0, "summary": False, "on_client_error": "raise"}
         return FederatedLoop(self.make(), **{**defaults, **self.settings, **settings})
 
     def trainer(self, *callbacks: Callback, **settings: Any) -> pl.Trainer:
-        """Return a trainer that writes and prints nothing, with the `LowRank` callback before ``callbacks``."""
+        """A trainer that writes and prints nothing, with the `LowRank` callback before ``callbacks``."""
         first = [] if self.lowrank is None else [self.lowrank()]
         defaults: dict[str, Any] = {
             "max_epochs": 3,
@@ -162,10 +162,10 @@ class Experiment:
         batch_size: int = 4,
         **settings: Any,
     ) -> Outcome:
-        """Train a new module, whose type is that of ``data``, and return what has come of it.
+        """Train a new module, in the dtype of ``data``, and return the finished run.
 
-        Without a loop it is plain training. By default there are 28 samples. ``checkpoint`` is what the run is resumed
-        from, and ``settings`` are arguments of the trainer.
+        Without a loop it is plain training. By default there are 28 samples. The run is resumed from ``checkpoint``,
+        and ``settings`` are arguments of the trainer.
         """
         data = blobs(28) if data is None else data
         module = self.module(norm, data.tensors[0].dtype)

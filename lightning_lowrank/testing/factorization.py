@@ -80,7 +80,7 @@ def check_factorization(
 
 @contextmanager
 def _explained(factorization: Factorization, rule: str) -> Iterator[None]:
-    """Say which rule was violated, also where the factorization itself failed."""
+    """Turn any error within the context into an `AssertionError` that names the violated rule."""
     try:
         yield
     except Exception as error:
@@ -106,12 +106,12 @@ def _factors(factorization: Factorization, shape: Sequence[int], rank: int, seed
 
 
 def _gradients(factorization: Factorization, factors: dict[str, Tensor], direction: Tensor) -> dict[str, Tensor]:
-    """Return the gradients of the inner product of the composed weight and a direction."""
+    """The factors' gradients of the inner product of the composed weight and a direction."""
     return grad(lambda given: (factorization.compose(given, direction.shape) * direction).sum())(factors)
 
 
 def _ranks(factorization: Factorization, shape: Sequence[int], half_frozen: HalfFrozen = False) -> list[int]:
-    """Return the ranks that the factorization accepts, from the smallest up."""
+    """The ranks that the factorization accepts, in ascending order."""
     largest = factorization.max_rank(shape, half_frozen)
     ranks = []
     for rank in range(1, largest + 1):
@@ -294,7 +294,7 @@ def _check_start(factorization: Factorization, shape: tuple[int, ...]) -> None:
 
 
 def _dense_layers(shape: tuple[int, ...]) -> list[tuple[type[LowRankLayer], nn.Module, Tensor]]:
-    """Return layers with a weight of this shape, each with its low-rank class and an input."""
+    """Dense layers with a weight of this shape, each with its low-rank class and an input."""
     if len(shape) == 2:
         return [(LowRankLinear, nn.Linear(shape[1], shape[0]), _random((5, shape[1]), 7))]
     if len(shape) != 4:

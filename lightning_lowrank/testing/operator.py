@@ -1,4 +1,4 @@
-"""The contract of aggregation-broadcast operators, as a check."""
+"""`check_operator`: the contract that every aggregation-broadcast operator must keep."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ class _Check:
         shape: tuple[int, int] = _SHAPE,
         dtype: torch.dtype = torch.float64,
     ) -> list[LowRankPair]:
-        """Return clients after a round's training, which hold in common what they do not train."""
+        """Clients' pairs after a round's training; a factor that is not trained is the same in all of them."""
         draws = torch.Generator().manual_seed(0)
 
         def normal(*size: int) -> Tensor:
@@ -102,7 +102,7 @@ class _Check:
             scaling = 0.5 if alpha is None else alpha / rank
             B, A = normal(shape[0], rank), normal(rank, shape[1])
             if "B" not in trained:
-                # What an earlier round sent down has the difference of the scalings in B.
+                # After an earlier round's broadcast, B contains the ratio of the scalings.
                 ratio = 1.0 if alpha is None or self.operator.redraws else (alpha / largest) / scaling
                 B = common.B[:, :rank] * ratio
             if "A" not in trained:
@@ -333,7 +333,7 @@ class _Check:
 
 
 class _Largest(TorchDispatchMode):
-    """Records the number of elements of the largest tensor that is made."""
+    """Records the number of elements of the largest tensor that is created."""
 
     numbers = 0
 
@@ -368,10 +368,10 @@ def _same(one: LowRankPair, other: LowRankPair) -> bool:
 
 
 def _dense(pair: LowRankPair) -> Tensor:
-    """Return the product in float64 on the CPU."""
+    """A pair's scaled product, in float64 on the CPU."""
     return pair.scaling * (pair.B.detach().cpu().double() @ pair.A.detach().cpu().double())
 
 
 def _effective(result: Broadcast, pair: LowRankPair) -> Tensor:
-    """Return what is added to the base weight of before the round."""
+    """A pair's update of the base weight as it was before the round, the change of the base included."""
     return _dense(pair) if result.change is None else _dense(pair) + _dense(result.change)

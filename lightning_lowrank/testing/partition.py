@@ -1,4 +1,4 @@
-"""What every partition must do, whoever wrote it."""
+"""`check_partition`: the contract that every partition must keep."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _LABELS = 10
 
 
 class _Targets(Dataset):
-    """Has labels, and samples that cannot be read."""
+    """A data set with labels, whose samples cannot be read."""
 
     targets = torch.arange(_SAMPLES) % _LABELS
 
@@ -41,13 +41,13 @@ def check_partition(
 
     It returns a `ClientIndices` for the number of clients asked for. No sample occurs twice. The seed alone decides:
     the global generators are neither read nor changed, nothing is remembered from an earlier call, and arguments are
-    left as they are. Labels matter only where ``needs_labels`` is true. What cannot be divided is refused with
+    left as they are. Labels matter only if ``needs_labels`` is true. A data set that cannot be divided is refused with
     `lightning.pytorch.utilities.exceptions.MisconfigurationException`.
 
     Args:
         partition: The partition to check.
         dataset: Training set to divide. Default: 503 samples with ten labels in ``targets``.
-        clients: Number of clients; ``None`` where the partition knows it.
+        clients: Number of clients; ``None`` if the partition has it.
         complete: Whether every sample has a client. Otherwise some may have none.
         draws: Whether another seed gives another division. Otherwise every seed gives the same.
         ascending: Whether each client's samples are in ascending order.

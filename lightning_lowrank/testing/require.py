@@ -1,4 +1,4 @@
-"""What the checks of a contract share: how one is broken, and whether the global generators are left alone."""
+"""Shared parts of the checks: the error for a broken contract, and the states of the global generators."""
 
 from __future__ import annotations
 
@@ -26,6 +26,6 @@ def seed_generators(seed: int) -> list[Any]:
 
 
 def generator_states() -> list[Any]:
-    """Return the states of the global generators of torch, NumPy and Python."""
+    """The states of the global generators of torch, NumPy and Python."""
     name, keys, *rest = np.random.get_state(legacy=True)
     return [torch.get_rng_state().tolist(), name, list(keys), rest, random.getstate()]

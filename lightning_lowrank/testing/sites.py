@@ -1,7 +1,7 @@
-"""A recorded run, replayed with every party on its own: each client beside the bytes that it was sent, and the server.
+"""Replays a recorded run with every party alone, each client and the server with only the messages that it received.
 
-What a simulation's parties could share by mistake, the module, the method's object and live tensors, these do not have
-in common, as if each were a process of its own.
+In a simulation, parties could share the module, the method's object and live tensors by mistake. Replayed parties share
+none of them, as if each were a process of its own.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ __all__ = ["Tape", "replay_client", "replay_server"]
 
 @dataclass
 class Transfer:
-    """A message as it crossed the wire: its encoding, what the other side was given, and the message's own codec."""
+    """A message as it crossed the wire: its encoding, the decoded tensors, and the message's own codec."""
 
     data: bytes
     received: dict[str, Tensor]
@@ -41,20 +41,20 @@ class Transfer:
 
     @classmethod
     def of(cls, packet: Packet, codec: Codec | None = None) -> Transfer:
-        """Keep a packet as it is now."""
+        """A copy of a packet in its present state."""
         received = {name: value.detach().clone() for name, value in packet.received.items()}
         return cls(packet.encode(), received, copy.deepcopy(codec))
 
 
 @dataclass
 class Tape:
-    """All that crossed the wire in a run.
+    """All messages of a run.
 
     Args:
-        plans: Of each round its plan, and how many clients sat it out.
-        down: What each client was sent, by round and client.
-        up: What each client sent, by round and client.
-        heard: Encodings of what clients that sat a round out heard, by round.
+        plans: For each round, its plan and the number of clients that sat it out.
+        down: The messages to clients, by round and client.
+        up: The messages of clients, by round and client.
+        heard: Encoded broadcasts to clients that sat a round out, by round.
     """
 
     plans: list[tuple[RoundPlan, int]] = field(default_factory=list)
@@ -89,7 +89,7 @@ class _Recorder(Coordinator):
 
 
 class _Site(SiteExchange):
-    """A client of its own, which hears and sends what is on the tape."""
+    """A client that runs alone, with the broadcasts on the tape."""
 
     def __init__(self, tape: Tape, followed: set[int], parts: Parts) -> None:
         super().__init__(parts)
@@ -116,12 +116,12 @@ class _Site(SiteExchange):
 
 
 def replay_client(experiment: Experiment, tape: Tape, client: int, data: TensorDataset) -> None:
-    """Train one client by what it was sent.
+    """Train one client alone, with the messages that it was sent.
 
     The method's object is another one in each round, as in a process that has been started again.
 
     Raises:
-        AssertionError: If it sends something else than on the tape.
+        AssertionError: If the client sends other messages than on the tape.
     """
     module, followed = experiment.module(dtype=data.tensors[0].dtype), set[int]()
     loop = experiment.loop(participants=[[client]] * len(tape.plans))
@@ -145,14 +145,14 @@ def replay_client(experiment: Experiment, tape: Tape, client: int, data: TensorD
 
 
 def replay_server(experiment: Experiment, tape: Tape, data: TensorDataset, expected: Mapping[str, Tensor]) -> None:
-    """Run the server's half by what clients sent.
+    """Run the server's half alone, with the messages that clients sent.
 
     Raises:
-        AssertionError: If it sends something else than on the tape, or ends with another model than ``expected``.
+        AssertionError: If it sends other messages than on the tape, or ends with another model than ``expected``.
     """
     module, loop = experiment.module(dtype=data.tensors[0].dtype), experiment.loop()
     trainer = experiment.trainer(loop)
-    # The fit makes no round: it converts the module, and lets the method look at it.
+    # The fit makes no round: it only converts the module and sets up the method.
     make_one_epoch(trainer, -1)
     trainer.fit(module, DataLoader(data, batch_size=4, shuffle=True))
     coordinator, live = loop.coordinator, trained_tensors(module)

@@ -1,4 +1,4 @@
-"""What every stage of a round must do, whoever wrote it."""
+"""`check_stage`: the contract that every stage of a round must keep."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def check_stage(make: Callable[[], RoundStage], *, changes: bool = False) -> Non
 
 
 class _Way:
-    """The server's half of a round in which all clients begin with zeros."""
+    """A stand-in for the server's half of a round in which all clients start from zeros."""
 
     algorithm: Algorithm = FedAvg()
     server: Any = None
@@ -97,7 +97,7 @@ class _Check:
         return Arrival(info, Message(tensors), 3.0 + client, self._way.origin_of)
 
     def _passed(self, stage: RoundStage, *clients: int) -> list[Arrival]:
-        """What the stage passes on of these clients' arrivals before the round's end."""
+        """The arrivals of these clients that the stage passes on before the round's end."""
         found = []
         for client in clients:
             info = ClientInfo(client, 3 + client, 0, 0)
@@ -113,7 +113,7 @@ class _Check:
         return dict(stage.figures()), released
 
     def arrivals(self) -> None:
-        """Generators and tensors are left alone, and figures are finite numbers."""
+        """Check that generators and tensors are left alone, and that figures are finite numbers."""
         with isolate_rng():
             before = seed_generators(5)
             stage, arrival = self._begun(), self._arrival(0)
@@ -131,7 +131,7 @@ class _Check:
         require(self._changes or count == 3, f"passes {count} of 3 arrivals on in a round")
 
     def taking_back(self) -> None:
-        """What arrives after a checkpoint can be taken back."""
+        """Check that `RoundStage.checkpoint` can take back later arrivals."""
         stage, other = self._begun(), self._begun()
         self._passed(stage, 1), self._passed(other, 1)
         undo = stage.checkpoint()
@@ -141,7 +141,7 @@ class _Check:
         require(len(one[1]) == len(two[1]), "keeps an arrival that RoundStage.checkpoint's result takes back")
 
     def saving(self) -> None:
-        """A stage that is saved inside a round and restored ends the round as without that."""
+        """Check that a stage that is saved and restored inside a round ends the round as any other."""
         stage, saved = self._begun(), self._begun()
         self._passed(stage, 1, 2), self._passed(saved, 1, 2)
         file = io.BytesIO()
@@ -160,7 +160,7 @@ class _Check:
         require(_same(one[1], two[1]), "releases other arrivals in a run that is saved and resumed inside the round")
 
     def runs(self) -> None:
-        """Figures are those of each execution, and a stage that changes nothing leaves weights and bytes."""
+        """Check that executions log equal figures, and that without ``changes`` weights and bytes stay the same."""
         plain = self._run([])
         one = self._run([self._make()])
         together = self._run([self._make()], execution="vectorized")
@@ -172,7 +172,7 @@ class _Check:
         if not self._changes:
             weights = plain.weights
             same = all(torch.equal(value, weights[name]) for name, value in one.weights.items())
-            require(same, "changes the weights of a run, and check_stage was not told changes=True")
+            require(same, "changes the weights of a run, but changes=True was not given")
             require(one.traffic == plain.traffic, "changes the bytes of a run")
 
     def _run(self, stages: list[RoundStage], **settings: Any) -> Outcome:
