@@ -153,11 +153,11 @@ class RoundProgress(Callback):
             self._show(trainer, trainer.current_epoch + min(share, 1.0))
 
     def on_validation_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Note the figures that are not of the validation."""
+        """Record the figures that were logged before the validation."""
         self._validated = dict(trainer.callback_metrics)
 
     def on_validation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Note the validation's figures, which inside a round are of the last round's model."""
+        """Find the figures that the validation logged; inside a round they are of the last round's model."""
         logged, before = trainer.callback_metrics, self._validated
         self._validated = {name: value for name, value in logged.items() if value is not before.get(name)}
 
@@ -169,7 +169,7 @@ class RoundProgress(Callback):
         if self._display is not None:
             self._show(trainer, trainer.current_epoch + 1, ended=True)
         if trainer.current_epoch + 1 == self._rounds:
-            # Lightning prints a line of its own next.
+            # Closed now, because Lightning prints a line next.
             self._end_display()
 
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
@@ -232,7 +232,7 @@ class RoundProgress(Callback):
             self._next = time.monotonic() + _SECONDS
         number = trainer.current_epoch + 1
         title = f"Round {number}" if self._rounds is None else f"Round {number}/{self._rounds}"
-        # A longer text does not fit beside the bar.
+        # A longer text does not fit next to the bar.
         figure = self._figure(in_full=self._shown == "lines")
         parts = [*self._clients(trainer, ended), self._bytes(), *figure, *self._time(done)]
         self._display.show(done, title, ", ".join(parts), ended)
@@ -315,7 +315,7 @@ class _RichBar:
     """A bar of Rich, below Lightning's bar if ``inside`` is given.
 
     Rich draws several displays together if the first stays until the others are over. Lightning's may be started again
-    between rounds, so that a bar below it is shown within rounds alone, and then what it came to.
+    between rounds, so that a bar below it is shown only within rounds, and its last state at the end.
     """
 
     def __init__(self, rounds: int | None, done: int, inside: Callback | None) -> None:

@@ -82,7 +82,7 @@ class StaticBatchNorm(Configured, Callback, CompletesModels):
         self._models: int | None = None
 
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
-        """Find the layers."""
+        """Find the BatchNorm layers."""
         check_namespace(trainer, pl_module)
         if stage != "fit":
             return
@@ -150,12 +150,12 @@ class StaticBatchNorm(Configured, Callback, CompletesModels):
         self._recompute(trainer, pl_module)
 
     def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
-        """Let the layers track again."""
+        """Let the layers track statistics again."""
         self._static = False
         self._track(True)
 
     def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
-        """Let the layers track again."""
+        """Let the layers track statistics again."""
         self._track(True)
         self._loader = None
 
@@ -197,7 +197,7 @@ class StaticBatchNorm(Configured, Callback, CompletesModels):
         self._track(not self._static)
 
     def _track(self, tracked: bool) -> None:
-        # Without track_running_stats a layer still uses the statistics that it has in evaluation.
+        # Even without track_running_stats, a layer uses its existing statistics in evaluation.
         for layer in self._layers:
             layer.track_running_stats = tracked
 
@@ -232,7 +232,7 @@ class StaticBatchNorm(Configured, Callback, CompletesModels):
 
     def _recompute(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
         loop = _loop_of(trainer)
-        # A round that is cut short makes no further step.
+        # The step alone does not tell, because a round that is cut short ends without a further step.
         now = (trainer.global_step, loop is not None and loop.in_round)
         if not self._static or self._fresh_at == now:
             return
@@ -256,7 +256,7 @@ class StaticBatchNorm(Configured, Callback, CompletesModels):
         randomness.open()
         randomness.seed(derive_seed(0, "static batch norm"))
         if _loop_of(trainer) is not None:
-            # Each batch of a round reseeds the generators.
+            # The data set's own generators, which each batch of a round reseeds.
             OwnGenerators(loader.dataset, loader.collate_fn).seed(derive_seed(0, "static batch norm"))
         self._track(True)
         try:
@@ -284,7 +284,7 @@ class StaticBatchNorm(Configured, Callback, CompletesModels):
                 )
             return trainer.train_dataloader
         divided, source = loop.data.divided(), loop.data.training_loader
-        # reload_dataloaders_every_n_epochs replaces it.
+        # reload_dataloaders_every_n_epochs may have replaced the loader.
         if self._loader is None or self._loader[0] is not source:
             self._loader = source, _of_samples(loop, torch.cat(list(divided)).sort().values)
         return self._loader[1]

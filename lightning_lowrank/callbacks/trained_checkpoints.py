@@ -27,7 +27,7 @@ class TrainedCheckpoints(Configured, Callback):
     """Leave frozen weights out of checkpoints: only trained tensors are saved.
 
     A checkpoint of a run that trains adapters of a large model holds the adapters, heads, buffers, optimizer states and
-    what other callbacks keep. In place of each parameter that is frozen and has its first values, it holds a digest
+    other callbacks' states. In place of each parameter that is frozen and has its first values, it holds a digest
     (BLAKE2b, 16 bytes). A frozen parameter that the run has changed, as `FLoRA`, `FedEx` and `CoLR` do, is saved.
 
     A run resumes with ``ckpt_path`` as usual, in a module that was built from the same pretrained weights. A module
