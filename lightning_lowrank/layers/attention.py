@@ -1,4 +1,4 @@
-"""The low-rank form of torch's multi-head attention, which reads its projections' weights from parameters."""
+"""Low-rank form of torch's multi-head attention, which reads its projections' weights and never calls the layers."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class LowRankMultiheadAttention(nn.MultiheadAttention):
         layer = cls.__new__(cls)
         nn.Module.__init__(layer)
         take_over_attributes(layer, module, hooks=True)
-        # register_parameter refuses names that a property of the class has.
+        # Set up directly, because register_parameter refuses the name of a property of the class.
         own_parameters(layer).update(
             {
                 name: value

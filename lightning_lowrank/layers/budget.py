@@ -101,7 +101,7 @@ class _Budget:
         def trained_cost(tensor: Tensor, wide: bool) -> int:
             return torch.promote_types(tensor.dtype, torch.float32).itemsize if in_bytes and wide else cost(tensor)
 
-        # Factors of a frozen weight are float32 from the start; with freeze_rest, `widen` makes them float32.
+        # Factors of an update are float32 from the start; with freeze_rest, `widen` converts all factors to float32.
         wide_factors = settings.role == "update" or settings.freeze_rest
         factorized = set(weights)
         outside = [p for p in model.parameters() if p not in factorized]
@@ -233,7 +233,7 @@ class _Budget:
         return ratio
 
     def _authors(self, allowed: float) -> float:
-        """The ratio by the authors' rule: down from the budget in steps until it fits; below 0 every rank is 1."""
+        """The ratio by FedMUD's own rule: lowered from the budget in steps until it fits; below 0 every rank is 1."""
         step = 0
         ratio = self.budget
         while ratio > 0 and self.total(self.at_ratio(ratio)) > allowed:

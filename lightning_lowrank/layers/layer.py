@@ -399,7 +399,7 @@ class LowRankLayer(nn.Module):
         return {id(value): version_of(value) for name, value in self.named_parameters() if name != "bias"}
 
     def _is_merged(self) -> bool:
-        """Whether the layer is merged, which it no longer is once its factors have changed."""
+        """Whether the layer is merged, and its factors have not changed since."""
         if self.merged_weight is None:
             return False
         if not torch.compiler.is_compiling():
@@ -705,7 +705,7 @@ class LowRankLayer(nn.Module):
 
 
 def _why_other_tensors(names: set[str]) -> str:
-    """Why a layer that holds tensors of other names than its class is not converted."""
+    """The reason why a layer cannot be converted that has tensors of other names than its class."""
     for made_by, signs in (
         ("weight_norm", {"weight_g", "weight_v"}),
         ("spectral_norm", {"weight_orig", "weight_u"}),

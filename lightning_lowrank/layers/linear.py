@@ -69,7 +69,7 @@ class LowRankEmbedding(LowRankLayer, nn.Embedding):  # type: ignore[override]
 
     @classmethod
     def why_not(cls, module: nn.Module, factorization: Factorization) -> str:
-        """As for the base class; options of a table that factors cannot express are a reason too."""
+        """The base class's reason, or an option of the embedding that factors cannot express."""
         reason = super().why_not(module, factorization)
         if reason:
             return reason

@@ -122,7 +122,8 @@ class ProjectedAdamW(ProjectedOptimizer):
         states = [self.state[parameter] for parameter in parameters]
         for state, target in zip(states, targets, strict=True):
             if "step" not in state:
-                # As in torch: on the CPU, and never in a precision in which counting stops early.
+                # The count of steps is on the CPU as in torch, and at least float32, because 16 bits stop counting
+                # early.
                 precise = torch.promote_types(torch.get_default_dtype(), torch.float32)
                 state["step"] = torch.zeros((), dtype=precise, device="cpu")
                 state["exp_avg"] = torch.zeros_like(target)

@@ -44,7 +44,7 @@ class Deferred(NamedTuple):
     change: Tensor
 
     def value(self, weight: Tensor) -> Tensor:
-        """The weight with its change."""
+        """The sum of the weight and its deferred change."""
         return weight.detach() + self.change @ self.projection.mT
 
     def is_cheaper_apart(self, input: Tensor, weight: Tensor) -> bool:

@@ -115,7 +115,7 @@ class BlockKronecker(Factorization):
         return math.prod(self._reached(shape, rank)) * self.block_size(shape, rank) ** 4
 
     def _reached(self, shape: Sequence[int], rank: int) -> tuple[int, int]:
-        """Rows and columns of blocks that the weight's numbers reach into."""
+        """Number of rows and columns of blocks that contain numbers of the weight; further blocks are padding."""
         down, across = self._sides(rank)
         return min(down, ceil(math.prod(shape) / (across * self.block_size(shape, rank) ** 4))), across
 

@@ -141,7 +141,7 @@ class CoreProduct(Factorization):
         return math.sqrt(3 / (rank if self.heads == 1 else (self.heads * rank**2) ** (1 / 3)))
 
     def init_scale_for_std(self, shape: Sequence[int], rank: int, std: float) -> float:
-        """The ``a``, with t = a²/3, for which ``rank² · t³ = std²``; of several, ``heads · rank² · t⁴``."""
+        """The ``a``, with t = a²/3, for which ``rank² · t³ = std²``, or ``heads · rank² · t⁴`` for several heads."""
         if self.heads == 1:
             return math.sqrt(3 * (std / rank) ** (2 / 3))
         return math.sqrt(3 * (std**2 / (self.heads * rank**2)) ** (1 / 4))

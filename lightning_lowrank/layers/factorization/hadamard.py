@@ -92,7 +92,7 @@ class Hadamard(Factorization):
         core = factors[f"T{number}"]
         rank = core.shape[0]
         half = (left @ core.reshape(rank, -1)).reshape(shape[0], rank, -1)
-        # bmm: matmul folds the batch or not depending on requires_grad, and would then round differently.
+        # bmm, because matmul folds the batch depending on requires_grad, and then rounds differently.
         return right.unsqueeze(0).expand(shape[0], -1, -1).bmm(half).reshape(tuple(shape))
 
     @override
