@@ -288,7 +288,7 @@ def __getattr__(name: str) -> Any:
         return import_module(f"{__name__}.{name}")
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    # All at once: a class can be named in a YAML file without its module once that has been imported.
+    # All at once: a YAML file can name a class without its module only after the module's import.
     homes = [vars(import_module(f"{__name__}.{home}")) for home in _HOMES]
     globals().update({each: next(home[each] for home in homes if each in home) for each in __all__})
     return globals()[name]

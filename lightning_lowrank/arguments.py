@@ -1,4 +1,4 @@
-"""Arguments: checks that name argument, value and what would work; a record of those given, which `repr` shows."""
+"""Checks of arguments, whose errors name a remedy, and a record of constructor arguments, which `repr` shows."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ import numpy as np
 
 
 def check_choice(name: str, value: object, choices: Any) -> None:
-    """Refuse a value that is not one of a Literal's, with a ``ValueError``; 8.0 is not the choice 8."""
+    """Raise a ``ValueError`` for a value that is not one of a Literal's choices; 8.0 is not the choice 8."""
     value = plain(value)
     if not any(isinstance(value, type(choice)) and value == choice for choice in get_args(choices)):
         raise ValueError(f"{name} must be one of {', '.join(map(repr, get_args(choices)))}, but is {value!r}.")
 
 
 def check_integer(name: str, value: object, least: int | None = 1, hint: str = "") -> None:
-    """Refuse what is not an integer (``TypeError``) of at least ``least`` (``ValueError``; ``None``: no limit).
+    """Raise unless the value is an integer (``TypeError``) of at least ``least`` (``ValueError``; ``None``: no limit).
 
-    ``hint`` is what to use instead of a smaller integer, for the message.
+    ``hint`` names for the message what to use instead of a smaller integer.
     """
     if isinstance(value, bool) or not isinstance(value, Integral):
         raise TypeError(f"{name} must be an integer, but is {value!r} of type {type(value).__name__}.")
@@ -43,10 +43,10 @@ def check_number(
     most: float | None = None,
     hint: str = "",
 ) -> None:
-    """Refuse what is not a number (``TypeError``), or is not finite or out of bounds (``ValueError``).
+    """Raise unless the value is a number (``TypeError``), finite and within the bounds (``ValueError``).
 
-    ``least`` and ``most`` are allowed themselves, ``above`` and ``below`` are not. ``hint`` is what to use instead of
-    a number out of bounds, for the message.
+    The bounds ``least`` and ``most`` are inclusive, ``above`` and ``below`` exclusive. ``hint`` names for the message
+    what to use instead of a number out of bounds.
     """
     if isinstance(value, bool) or not isinstance(value, Real):
         raise TypeError(f"{name} must be a number, but is {value!r} of type {type(value).__name__}.")
@@ -76,7 +76,7 @@ def listed(names: Sequence[str], separator: str = ", ") -> str:
 
 
 def printable(text: str) -> str:
-    r"""Write characters that a terminal would obey or could not show, but for ends of lines, as Python's escapes.
+    r"""Escape characters that a terminal would obey or could not show, as Python does; line breaks stay.
 
     Example:
         >>> print(printable("\x1b[31mé"))
@@ -88,7 +88,7 @@ def printable(text: str) -> str:
 
 
 def first_ten(values: Sequence[Any]) -> str:
-    """Write the first ten values for a message, and whether there are more.
+    """The first ten values as text for a message, followed by ``...`` if there are more.
 
     Example:
         >>> first_ten([3, 5]), first_ten(range(11))
@@ -98,9 +98,9 @@ def first_ten(values: Sequence[Any]) -> str:
 
 
 def plain(value: Any) -> Any:
-    """Return a value with numbers of Python's in place of NumPy's, also those in a list, tuple or dictionary.
+    """A value with NumPy's numbers replaced by Python's, also within a list, tuple or dictionary.
 
-    Checkpoints and JSON hold Python's alone.
+    Checkpoints and JSON need Python's numbers.
 
     Example:
         >>> plain({"first": np.int64(4), "last": np.float32(0.5)})
@@ -120,9 +120,9 @@ SAME_RESULT = {"same_result": True}
 
 
 class Configured:
-    """An object that remembers what its constructor was given; see `recorded_arguments`.
+    """Base of classes that record their constructor's arguments; see `recorded_arguments`.
 
-    `repr` shows the arguments that are not defaults. NumPy's numbers become Python's where they are kept.
+    `repr` shows the arguments that are not defaults. NumPy's numbers become Python's.
     """
 
     def __setattr__(self, name: str, value: Any) -> None:
@@ -133,7 +133,7 @@ class Configured:
         return f"{type(self).__name__}({shown})"
 
     def result_arguments(self) -> dict[str, Any]:
-        """Return the arguments by name that change a run's result: all of them, unless a subclass says otherwise."""
+        """The arguments that change a run's result, by name; a subclass may leave some out."""
         return recorded_arguments(self)
 
     def __init_subclass__(cls, **keywords: Any) -> None:
@@ -146,7 +146,7 @@ class Configured:
         @functools.wraps(init)
         def recorded(self: Any, *arguments: Any, **named: Any) -> None:
             if "_given_arguments" not in vars(self):
-                # What does not fit, the constructor refuses itself.
+                # The constructor itself refuses arguments that do not fit its signature.
                 with contextlib.suppress(TypeError):
                     bound = signature.bind(self, *arguments, **named)
                     given = {name: plain(value) for name, value in _by_name(bound).items()}
@@ -157,7 +157,7 @@ class Configured:
 
 
 def _by_name(bound: inspect.BoundArguments) -> dict[str, Any]:
-    """Return arguments by their names, without the first, those in ``**`` among them."""
+    """Bound arguments by name, those in ``**`` included, without the first (``self``)."""
     bound.apply_defaults()
     found: dict[str, Any] = {}
     for name, value in list(bound.arguments.items())[1:]:
@@ -167,11 +167,11 @@ def _by_name(bound: inspect.BoundArguments) -> dict[str, Any]:
 
 
 def recorded_arguments(obj: Any) -> dict[str, Any]:
-    """Return an object's constructor arguments by name, defaults included.
+    """An object's constructor arguments by name, defaults included.
 
-    Where the object has an attribute of the argument's name, that counts, so that what was resolved or set later is
-    seen. Otherwise it is what the constructor was given, which objects of `Configured` remember. Of other
-    classes' arguments those are left out that no attribute has. Fields of a dataclass are its arguments.
+    An attribute of an argument's name takes precedence, so that values resolved or set later are seen. Otherwise the
+    value is the constructor's, which objects of `Configured` record. For other classes, arguments without an attribute
+    are left out. Fields of a dataclass are its arguments.
 
     Example:
         >>> from lightning_lowrank import FedAvgM
@@ -189,14 +189,14 @@ def recorded_arguments(obj: Any) -> dict[str, Any]:
 
 
 def arguments_of(thing: object) -> dict[str, Any]:
-    """Return `recorded_arguments` without those that are defaults."""
+    """The `recorded_arguments` that differ from their defaults."""
     fields = dataclasses.fields(thing) if dataclasses.is_dataclass(thing) else ()
     defaults = {name: each.default for name, each in inspect.signature(type(thing)).parameters.items()}
     defaults |= {each.name: each.default_factory() for each in fields if callable(each.default_factory)}
     found = {}
     for name, value in recorded_arguments(thing).items():
         default = defaults.get(name, inspect.Parameter.empty)
-        # Where an empty list is kept in the place of None or of an empty tuple, it is the default as well.
+        # An empty list in place of a default None or empty tuple counts as the default.
         if repr(value) != repr(default) and not (isinstance(value, (list, tuple, dict)) and not value and not default):
             found[name] = value
     return found

@@ -1,4 +1,4 @@
-"""A module's averaged tensors that no optimizer trains (buffers, averaged parameters), and tensors of several names."""
+"""Tensors that are averaged but not trained (buffers, chosen frozen parameters), and aliases of tensors."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ _EMA = "federated_ema_parameters"
 
 
 def persistent_buffers(module: nn.Module) -> dict[str, Tensor]:
-    """Return a module's buffers that are part of its state dict, by name, and what `treat_as_buffers` has added.
+    """A module's buffers in its state dict, by name, and the parameters that `treat_as_buffers` has added.
 
-    What PEFT's adapters hold as buffers is left out: the random projections of VeRA and RandLoRA, which every side
-    makes from its configuration, and the buffers of modules that copies stand in for. Training changes neither. Changes
-    of quantised base weights are left out too: each side makes them from the round's message.
+    Buffers of PEFT's adapters are left out: the random projections of VeRA and RandLoRA, which server and clients draw
+    from the configuration, and the buffers of modules that PEFT replaces by copies. Training changes neither. Changes
+    of quantised base weights are left out too: server and clients compute them from the round's message.
     """
     kept = module.state_dict(keep_vars=True).keys()
     fixed = set(_fixed_buffers(module))
@@ -29,7 +29,7 @@ def persistent_buffers(module: nn.Module) -> dict[str, Tensor]:
 
 
 def _fixed_buffers(module: nn.Module) -> Iterator[Tensor]:
-    # PEFT's parts are told by their structure: PEFT need not be installed.
+    # PEFT's modules are recognised by their attributes, because PEFT need not be installed.
     for part in module.modules():
         if hasattr(part, "get_base_layer"):
             base = set(part.get_base_layer().buffers())  # type: ignore[operator]
@@ -62,7 +62,7 @@ def treat_as_buffers(module: nn.Module, patterns: Sequence[str]) -> None:
 
 
 def aliases(module: nn.Module) -> dict[str, list[str]]:
-    """The further names of each parameter and buffer that has several, by the first.
+    """The aliases of each parameter and buffer with several names, by its first name.
 
     The first name is the one that ``named_parameters()`` and ``named_buffers()`` give.
     """
@@ -77,5 +77,5 @@ def aliases(module: nn.Module) -> dict[str, list[str]]:
 
 
 def under_all_names(values: Mapping[str, Tensor], aliases: Mapping[str, Iterable[str]]) -> dict[str, Tensor]:
-    """Values by first names under every name, given the further ones by the first."""
+    """Repeat each value under the aliases of its name."""
     return {each: value for name, value in values.items() for each in (name, *aliases.get(name, ()))}

@@ -1,7 +1,7 @@
-"""Refusals of what a user configured: they are Lightning's MisconfigurationException.
+"""The checks of `arguments` and `patterns`, with Lightning's ``MisconfigurationException`` as their error.
 
-The checks are those of `arguments` and `patterns`. The modules behind ``lightning-lowrank export`` and ``report`` do
-without Lightning, which takes seconds to import, so it is imported when something is refused.
+The modules behind ``lightning-lowrank export`` and ``report`` do without Lightning, whose import takes seconds:
+it is imported only when a check fails.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ P = ParamSpec("P")
 
 
 def misconfigured(message: str) -> MisconfigurationException:
-    """Return the exception that refuses a configuration, to be raised."""
+    """A ``MisconfigurationException`` with this message, to be raised."""
     from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
     return MisconfigurationException(message)

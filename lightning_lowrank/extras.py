@@ -1,4 +1,4 @@
-"""Optional dependencies, and where the package itself is installed from: its name is on no index."""
+"""Optional dependencies, and the package's own requirement: a place, because the package is on no index."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ _PACKAGE = "lightning_lowrank"
 
 
 def how_to_install(extra: str) -> str:
-    """Return the command that installs an extra, for messages."""
+    """The command that installs an extra, for messages."""
     return f'pip install ".[{extra}]" in the checkout of {_PACKAGE}'
 
 
 def import_extra(library: str, user: str, extra: str | None = None) -> ModuleType:
-    """Import a library, or say that ``user`` needs it and how its extra is installed; by default one of its name."""
+    """Import a library, or raise an error with the command to install its extra (default: of the library's name)."""
     try:
         return import_module(library)
     except ImportError as error:
@@ -27,14 +27,14 @@ def import_extra(library: str, user: str, extra: str | None = None) -> ModuleTyp
 
 
 def requirements(extra: str) -> list[str]:
-    """Return the requirement of the package with an extra at the place from which it was installed.
+    """The package's requirement with an extra, at the place from which it was installed.
 
     Example:
         >>> all(each.startswith("lightning_lowrank[flower] @ ") for each in requirements("flower"))
         True
 
     Returns:
-        The requirement; empty where the place is not known, so that nothing is fetched by name from an index.
+        The requirement; empty if the place is not known, so that nothing is fetched by name from an index.
     """
     checkout = Path(__file__).parents[1]
     if (checkout / "pyproject.toml").is_file():

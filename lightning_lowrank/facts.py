@@ -1,7 +1,7 @@
-"""What neither the metrics nor the configuration of a run say: wall time, clients' samples, ranks, versions.
+"""Metadata of a run that is neither metric nor configuration: wall time, clients' samples, ranks, versions.
 
-`FederatedLoop` writes them into a file beside a `CSVLogger`'s metrics, and ``lightning-lowrank report`` reads it. They
-are no logged metrics, because a run's metrics are the same each time it is repeated, and its wall time is not.
+`FederatedLoop` writes a file next to a `CSVLogger`'s metrics, and ``lightning-lowrank report`` reads it. The metadata
+is not logged, because a run's metrics are the same each time it is repeated, and its wall time is not.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _SECONDS_OF_GIT = 10
 
 
 def write_facts(folder: Path, facts: Mapping[str, float | list[float] | Mapping[str, str]]) -> None:
-    """Write numbers, lists of them and, as ``software``, versions; a file that is there is replaced as a whole."""
+    """Write numbers, lists of numbers and, as ``software``, versions; an existing file is replaced atomically."""
     folder.mkdir(parents=True, exist_ok=True)
     part = folder / f".{NAME}.{os.getpid()}.part"
     part.write_text(json.dumps(facts, indent=1) + "\n")
@@ -34,9 +34,9 @@ def write_facts(folder: Path, facts: Mapping[str, float | list[float] | Mapping[
 
 
 def read_facts(folder: Path) -> dict[str, list[float]]:
-    """Return what `write_facts` wrote, each as a list; nothing of what is no finite number.
+    """The numbers that `write_facts` wrote, each as a list; anything but finite numbers is left out.
 
-    A folder may come from anyone.
+    The file is not trusted, because a folder may come from anyone.
 
     Example:
         >>> import tempfile
@@ -54,7 +54,7 @@ def read_facts(folder: Path) -> dict[str, list[float]]:
 
 
 def read_software(folder: Path) -> dict[str, str]:
-    """Return the versions that `write_facts` wrote as ``software``; nothing of what is no version."""
+    """The versions that `write_facts` wrote as ``software``; anything but versions is left out."""
     told = _read(folder).get("software")
     found = {name: told.get(name) for name in _SOFTWARE} if isinstance(told, dict) else {}
     return {name: value for name, value in found.items() if isinstance(value, str) and _VERSION.fullmatch(value)}
@@ -73,10 +73,10 @@ def _read(folder: Path) -> dict[str, Any]:
 
 @cache
 def software() -> dict[str, str]:
-    """Return the versions of this process by name: of Python, torch, Lightning and this package.
+    """The versions of Python, torch, Lightning and this package in this process, by name.
 
     ``commit`` is the commit of this package's code, if it runs from a git checkout or was installed from one by its
-    address. ``with changes`` stands behind it if files of the package have been changed or added since.
+    address. ``with changes`` is added if files of the package have been changed or added since.
     """
     found = {"python": platform.python_version()}
     for name in ("torch", "lightning", _PACKAGE):
@@ -91,7 +91,7 @@ def software() -> dict[str, str]:
 
 
 def _commit_of_checkout(folder: Path) -> str | None:
-    """Return the commit of a folder's code; ``None`` if git doesn't keep it, as in an environment inside a checkout."""
+    """The commit of a folder's code; ``None`` if git does not track it, such as an environment inside a checkout."""
     if _git(folder, "ls-files", "--error-unmatch", "__init__.py") is None:
         return None
     told = _git(folder, "status", "--porcelain=v2", "--branch", "--", ".")
@@ -105,9 +105,9 @@ def _commit_of_checkout(folder: Path) -> str | None:
 
 
 def _git(folder: Path, *words: str) -> str | None:
-    # In a hook of git these name the hook's repository, whatever the folder is.
+    # Within a git hook, these variables name the hook's repository and override the folder.
     environment = {name: value for name, value in os.environ.items() if not name.startswith("GIT_")}
-    # git status writes the index otherwise, and a commit made at that moment would fail.
+    # Without this option, git status locks the index, and a concurrent commit would fail.
     command = ["git", "--no-optional-locks", "-C", str(folder), *words]
     try:
         done = subprocess.run(

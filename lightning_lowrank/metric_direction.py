@@ -1,4 +1,4 @@
-"""Whether a logged figure is better when higher: by its metric, by what monitors it, or by its name."""
+"""Whether a logged figure is better when higher, by its torchmetrics object, its monitors or its name."""
 
 from __future__ import annotations
 
@@ -19,17 +19,17 @@ _TURNING = re.compile(
 )
 _COMPOUND = re.compile(".*(loss|error|accuracy|acc|perplexity|ppl)")
 USUAL = ("val_acc", "val_accuracy", "test_acc", "val_loss")
-"""Metrics by which a run is judged where nothing says which one counts, the first that was logged.
+"""Metrics by which a run is judged if none is named or monitored: the first one that was logged.
 
 ``valid`` and ``validation`` serve in place of ``val``, and ``/`` in place of ``_``. Without any of these it is another
-metric of validation, the first by name of which it is known whether higher is better.
+validation metric: the first by name whose direction is known.
 """
 _VALIDATION = re.compile(r"(?:val|valid|validation)[_/](.+?)(?:/dataloader_idx_\d+)?")
 _PHRASES = (("cross_entropy", "crossentropy"), ("log_likelihood", "reward"))
 
 
 class Monitor(NamedTuple):
-    """What a callback or scheduler says of a figure."""
+    """A figure's name and mode, and the callback or scheduler that monitors it."""
 
     owner: str
     name: str
@@ -37,7 +37,7 @@ class Monitor(NamedTuple):
 
 
 def monitors_of(trainer: Any) -> list[Monitor]:
-    """Return what a trainer's callbacks and schedulers monitor, and whether they take the minimum or the maximum."""
+    """The figures that a trainer's callbacks and schedulers monitor, with mode ``"min"`` or ``"max"``."""
     owners = [(each, each) for each in trainer.callbacks]
     owners += [(config, config.scheduler) for config in trainer.lr_scheduler_configs]
     found = [
@@ -50,7 +50,7 @@ def monitors_of(trainer: Any) -> list[Monitor]:
 
 
 def judged_by(logged: Iterable[str], wanted: str | None, monitors: Iterable[Monitor]) -> str | None:
-    """Return which of the logged metrics a run is judged by: the one that is wanted, or monitored, or a usual one."""
+    """The logged metric by which a run is judged: ``wanted`` if given, otherwise a monitored or a usual one."""
     known = set(logged)
     names = [wanted] if wanted else [each.name for each in monitors]
     found = next((name for name in names if name in known), None)
@@ -58,7 +58,7 @@ def judged_by(logged: Iterable[str], wanted: str | None, monitors: Iterable[Moni
 
 
 def usual(logged: Iterable[str]) -> str | None:
-    """The metric of `USUAL`, or of validation, by which a run that logged these is judged.
+    """The first metric of `USUAL` that was logged, otherwise a validation metric; ``None`` if there is neither.
 
     Example:
         >>> usual(["val_loss", "valid_acc"]), usual(["validation/f1", "train_loss"]), usual(["loss"])
@@ -76,7 +76,7 @@ def usual(logged: Iterable[str]) -> str | None:
 
 
 def by_name(name: str) -> bool | None:
-    """Return whether a figure of this name is known to be better when higher; ``None`` where the name does not say.
+    """Whether a figure is better when higher, by its name; ``None`` if the name does not say.
 
     Example:
         >>> by_name("val_top5_acc"), by_name("val/dice_loss"), by_name("val_score")
@@ -94,7 +94,7 @@ def by_name(name: str) -> bool | None:
 
 
 def _words(part: str) -> Iterable[str]:
-    """Return the words of a name's part in lower case, with numbers only where they are part of a metric's name."""
+    """The words of a part of a name, in lower case, without numbers unless a metric's name has them (``f1``)."""
     known = _HIGHER.fullmatch(part.lower())
     for piece in [part] if known else re.findall(r"[A-Z]?[a-z]+\d*|[A-Z]+\d*", part):
         word = piece.lower() if _HIGHER.fullmatch(piece.lower()) else piece.lower().rstrip("0123456789")
@@ -103,12 +103,12 @@ def _words(part: str) -> Iterable[str]:
 
 
 def direction(name: str, metric: bool | None = None, monitors: Iterable[Monitor] = ()) -> tuple[bool | None, str]:
-    """Return whether a figure is better when higher, ``None`` where that is not known, and then why not.
+    """Whether a figure is better when higher; if unknown, ``None`` and the reason.
 
     Args:
-        name: Its name, without what is put before and after it for clients' own models.
+        name: The figure's name, without the prefix and suffix for clients' own models.
         metric: ``higher_is_better`` of the `torchmetrics.Metric` that was logged, if one was.
-        monitors: What says so of figures by ``mode``.
+        monitors: Monitored figures, whose ``mode`` tells their direction.
     """
     if metric is not None:
         return metric, ""

@@ -1,4 +1,4 @@
-"""Multiply-adds of a module's layers, counted while it runs. `inspect_run` and `SystemModel` read them."""
+"""Multiply-adds of a module's layers, counted while the module runs, for `inspect_run` and `SystemModel`."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ COUNTED = (nn.Linear, *CONVOLUTIONS, nn.Embedding, LowRankLayer)
 
 @contextmanager
 def multiply_adds(module: nn.Module) -> Iterator[dict[str, int]]:
-    """Give a dictionary of the multiply-adds of each layer's forward passes, by name, filled while ``module`` runs.
+    """Yield a dictionary that counts each layer's multiply-adds, by name, while ``module`` runs forward passes.
 
     Composing the weight of a low-rank layer, once a batch, is not included. An embedding has none.
     """

@@ -1,4 +1,4 @@
-"""Choosing parts of a model by name, for whatever takes ``include`` and ``exclude``.
+"""Patterns that select parts of a model by name, for arguments such as ``include`` and ``exclude``.
 
 A pattern with the wildcards of :mod:`fnmatch` is matched, case-sensitively, against a whole name and every run
 of its parts between dots.
@@ -12,7 +12,7 @@ from fnmatch import fnmatchcase
 
 
 def matches(pattern: str, name: str) -> bool:
-    """Return whether a pattern means a name.
+    """Whether a pattern matches a name.
 
     Args:
         pattern: A name, a run of its parts, or either with wildcards.
@@ -33,10 +33,10 @@ def matches(pattern: str, name: str) -> bool:
 def check_patterns(
     argument: str, patterns: Iterable[str], names: Sequence[str], what: str, also: Sequence[str] = ()
 ) -> None:
-    """Refuse a pattern that means none of the names, with a ``ValueError`` that proposes names that come close.
+    """Raise a ``ValueError`` for a pattern that matches none of the names, and propose similar names.
 
-    ``what`` says what has these names, with what a user must know of it: ``"layer that can be converted"``. ``also``
-    are further names to propose.
+    ``what`` describes a thing that has such a name, as in ``"layer that can be converted"``. ``also`` are further names
+    to propose.
     """
     for pattern in patterns:
         if not any(matches(pattern, name) for name in names):

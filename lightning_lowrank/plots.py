@@ -14,7 +14,7 @@ from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.ticker import EngFormatter, LogLocator, MaxNLocator, NullFormatter
 
-# Beyond, an axis's own arithmetic overflows.
+# Larger numbers overflow in matplotlib's arithmetic of axes.
 _LARGEST_DRAWN = 1e300
 _MOST_NAMES = 40
 _LONGEST_NAME = 32
@@ -139,7 +139,7 @@ def _plot(
 
 
 def _add_legend(figure: Figure, curves: Curves, lines: Mapping[str, Line2D], columns: int) -> None:
-    """The curves' names in the order of their ends, the highest first."""
+    """Add a legend: the curves' names, ordered by their last values, the highest first."""
     order = sorted(lines, key=lambda name: -curves[name][-1, 1])[:_MOST_NAMES]
     # matplotlib leaves out names that begin with an underscore.
     names = [f" {text}" if (text := shortened(name)).startswith("_") else text for name in order]
@@ -170,7 +170,7 @@ def _plot_constants(constants: Mapping[str, Curves]) -> Figure:
 
 
 def hidden(curves: Curves, across: Across) -> bool:
-    """Whether a curve is covered by another one over half of what both have in common.
+    """Whether one curve covers another over at least half of their common range.
 
     Curves cover each other where they are nearer than a fiftieth of the picture's height.
     """
@@ -249,6 +249,6 @@ def _plot_panels(curves: Curves, across: Across, y_label: str, title: str) -> Fi
 
 
 def shortened(name: str) -> str:
-    """A name as it fits into a legend: a long one without its middle."""
+    """A name that fits into a legend: the middle of a long name is left out."""
     begin = _LONGEST_NAME * 5 // 8
     return name if len(name) <= _LONGEST_NAME else f"{name[:begin]}…{name[begin + 1 - _LONGEST_NAME :]}"

@@ -34,7 +34,7 @@ def alias_pytorch_lightning() -> None:
         return
     imported = [name for name in _ALIASES if name in sys.modules]
     if imported:
-        # The command line begins with this module, and its help needs nothing that takes time to import.
+        # Imported here, because the command line imports this module first, and its help must come without delay.
         from lightning_lowrank.configuration import misconfigured
 
         raise misconfigured(
@@ -45,7 +45,7 @@ def alias_pytorch_lightning() -> None:
 
 
 class _Aliases(MetaPathFinder, Loader):
-    """Finds a module of an older package, which is the module of the newer one itself."""
+    """Import hook: each module of an older package is the newer package's own module."""
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None = None, target: ModuleType | None = None
@@ -59,7 +59,7 @@ class _Aliases(MetaPathFinder, Loader):
     def create_module(self, spec: ModuleSpec) -> ModuleType:
         package, dot, rest = spec.name.partition(".")
         module = import_module(_ALIASES[package] + dot + rest)
-        # Python puts the alias's in its place.
+        # The import system overwrites the module's spec; `exec_module` restores it.
         spec.loader_state = module.__spec__
         return module
 

@@ -1,4 +1,4 @@
-"""Classes that are registered by being defined, and are found again by their names."""
+"""Lookup of a base class's subclasses by name."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ from typing import Any
 
 
 def registered(base: type[Any]) -> dict[str, type[Any]]:
-    """Return every subclass of ``base`` that is not abstract, at any depth, by class name.
+    """All subclasses of ``base`` that are not abstract, at any depth, by class name.
 
-    Where two classes share a name, the one that was defined last counts, as when a notebook cell is run twice.
+    If two classes share a name, the one that was defined last counts, as when a notebook cell is run twice.
 
     Args:
         base: The class whose subclasses are wanted. It is not among them.

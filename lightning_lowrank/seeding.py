@@ -14,7 +14,7 @@ import torch
 
 
 def default_seed() -> int:
-    """Return the seed given to Lightning's ``seed_everything``, or 0."""
+    """The seed given to Lightning's ``seed_everything``, or 0."""
     return int(os.environ.get("PL_GLOBAL_SEED", 0))
 
 
@@ -45,7 +45,7 @@ def derive_seed(*parts: int | str) -> int:
         raise ValueError("derive_seed needs at least one part, such as a base seed; none was given.")
     digest = hashlib.blake2b(digest_size=8)
     for part in parts:
-        # What most parts are; the other check takes several times as long.
+        # A fast check that most parts pass; `isinstance` with Integral takes several times as long.
         usual = type(part) is int or type(part) is str
         if not usual and (isinstance(part, bool) or not isinstance(part, (Integral, str))):
             raise TypeError(

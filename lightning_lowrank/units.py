@@ -1,4 +1,4 @@
-"""Bytes and shares as text. Rounding never makes 0, or a whole, of a number that is neither."""
+"""Bytes and shares as text, rounded so that only zero becomes 0 and only a whole becomes 100%."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Collection
 
 
 def fixed(number: float, digits: int = 2, exact: Collection[float] = (0,)) -> str:
-    """A number with ``digits`` decimals, and with more of them where rounding would make it a number of ``exact``.
+    """A number with ``digits`` decimals, or with more if it would round to a number of ``exact`` that it is not.
 
     Example:
         >>> fixed(12.3456), fixed(0.0004), fixed(0.0)
@@ -31,7 +31,7 @@ def percent(share: float) -> str:
 
 
 def bytes_text(number: float, form: str = ".4g") -> str:
-    """A number of bytes in the unit that suits it; a million bytes are one MB.
+    """A number of bytes in a suitable unit; a million bytes are one MB.
 
     Args:
         number: The number of bytes, 0 or more.
