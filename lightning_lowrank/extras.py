@@ -1,4 +1,4 @@
-"""Optional dependencies, and the package's own requirement: a place, because the package is on no index."""
+"""Optional dependencies, and the package's own requirement by place, because the package is on no index."""
 
 from __future__ import annotations
 

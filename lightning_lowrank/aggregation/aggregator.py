@@ -179,12 +179,12 @@ def check_names(tensors: Mapping[str, Any], earlier: Mapping[str, Any]) -> None:
 
 
 def float64_device(device: torch.device) -> torch.device:
-    """The device on which a device's tensors are kept in float64: the CPU if the device has no float64."""
+    """The device for tensors in float64: ``device``, or the CPU if ``device`` has no float64."""
     return device if has_float64(device.type) else torch.device("cpu")
 
 
 def home_of(dtype: torch.dtype, device: torch.device) -> torch.device:
-    """The device on which a device's tensors of a dtype are kept: the CPU for float64 if the device lacks it."""
+    """The device for tensors of this dtype: ``device``, or the CPU for float64 if ``device`` lacks it."""
     return float64_device(device) if dtype == torch.float64 else device
 
 

@@ -109,6 +109,6 @@ class PartAveraging(UnequalClients, ABC):
 
 
 def refuse_kept_moments(client: ClientContext, reason: str) -> None:
-    """Raise if a client kept optimizer state from an earlier round, because that is of other trained numbers."""
+    """Raise if a client kept optimizer state from an earlier round, in which it trained another part of the model."""
     if "optimizers" in client.state:
         raise MisconfigurationException(f"optimizer_state='keep' is not possible: {reason}. Use 'reset'.")

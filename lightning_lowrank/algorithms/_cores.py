@@ -1,4 +1,4 @@
-"""Base of methods whose clients train the cores of `CoreProduct` layers, between factors that clients know."""
+"""Base of methods whose clients train the cores of `CoreProduct` layers, between factors that all parties know."""
 
 from __future__ import annotations
 

@@ -140,7 +140,7 @@ class FedHM(UnequalClients):
                     factor.zero_()
 
     def group_key(self, client: ClientInfo) -> Hashable:
-        """Whether the client trains weights, not factors: only clients with the same answer step together."""
+        """Whether the client trains weights instead of factors; only clients with equal keys step together."""
         return self._capacities.level(client) == 1
 
     def computed(self, base: Base, client: ClientInfo) -> Mapping[str, float]:

@@ -68,7 +68,7 @@ class RandomCoordinates(OwnCodec):
     def upload_origin(
         self, base: Base, model: Mapping[str, Tensor], received: Mapping[str, Tensor]
     ) -> Mapping[str, Tensor]:
-        """The whole global model: a client sends values, and received only some of the model's coordinates."""
+        """The whole global model, because clients send values, also of coordinates that they did not receive."""
         return model
 
     def broadcast(self, server: Server, client: ClientInfo) -> Message:

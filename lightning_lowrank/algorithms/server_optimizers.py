@@ -146,5 +146,5 @@ class FedYogi(FedAdam):
     """
 
     def second_moment(self, old: Tensor, squared: Tensor) -> Tensor:
-        """The old moment, moved towards the squares by at most their share."""
+        """The old moment, moved towards the squares by a fixed share of them."""
         return old - (1 - self.betas[1]) * squared * torch.sign(old - squared)

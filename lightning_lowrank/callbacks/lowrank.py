@@ -179,7 +179,7 @@ class LowRank(Configured, Callback):
             if self._given_seed not in (None, done.seed):
                 raise MisconfigurationException(
                     f"this module was already converted with seed={done.seed}, and LowRank has"
-                    f" seed={self._given_seed}, by which nothing would be drawn: leave it out, or call"
+                    f" seed={self._given_seed}, which would have no effect: leave it out, or call"
                     " lightning_lowrank.recover(module) first."
                 )
         else:

@@ -1,4 +1,4 @@
-"""The interface of codecs, and the base class of compressing ones."""
+"""The interface of codecs, and the base class of compressing codecs."""
 
 from __future__ import annotations
 
@@ -61,11 +61,11 @@ class Codec(Configured, ABC):
 
     @abstractmethod
     def encode(self, tensors: Mapping[str, Tensor]) -> bytes:
-        """Return the bytes that cross the wire for ``tensors``."""
+        """The bytes that cross the wire for ``tensors``."""
 
     @abstractmethod
     def decode(self, data: bytes, schema: Schema | None = None) -> dict[str, Tensor]:
-        """Return the named tensors, on the CPU, that ``data`` encodes.
+        """The named tensors, on the CPU, that ``data`` encodes.
 
         Args:
             data: The bytes.
@@ -77,7 +77,7 @@ class Codec(Configured, ABC):
         """
 
     def nbytes(self, tensors: Mapping[str, Tensor]) -> int:
-        """Return the length in bytes of ``encode(tensors)``.
+        """Length in bytes of ``encode(tensors)``.
 
         It follows from names, types and shapes, so that meta tensors will do, unless the codec is `adaptive`.
         """
@@ -105,7 +105,7 @@ class Codec(Configured, ABC):
         return self
 
     def seeded(self, seed: int) -> Self:
-        """Return a copy that draws its random numbers from ``seed``; the codec itself if it draws none.
+        """A copy that draws its random numbers from ``seed``; the codec itself if it draws none.
 
         Args:
             seed: A whole number from -2**63 to 2**63 - 1.
@@ -169,14 +169,14 @@ class FloatingCodec(Codec, Generic[Codes]):
 
     @abstractmethod
     def compress(self, tensors: Mapping[str, Tensor], layout: Layout) -> tuple[dict[str, Tensor], Codes]:
-        """Return the values, in the order of `entries`, and the codes, for the floating-point ``tensors``."""
+        """The values, in the order of `entries`, and the codes of the floating-point ``tensors``."""
 
     @abstractmethod
     def restore(self, values: Mapping[str, Tensor], codes: Codes, layout: Layout) -> dict[str, Tensor]:
         """Rebuild the floating-point tensors from values and codes, on the device of the values."""
 
     def lengths(self, layout: Layout, parts: Mapping[str, Tensor] | None = None) -> dict[str, int]:
-        """Return the length in bytes of every part that `pack` returns.
+        """Length in bytes of every part that `pack` returns.
 
         Args:
             layout: Types and shapes of the tensors.
@@ -188,7 +188,7 @@ class FloatingCodec(Codec, Generic[Codes]):
         return {}
 
     def pack(self, codes: Codes, layout: Layout) -> dict[str, Tensor]:
-        """Return the codes as named parts, each a flat tensor of bytes on the CPU."""
+        """The codes as named parts, each a flat tensor of bytes on the CPU."""
         return {}
 
     def unpack(self, parts: Mapping[str, Tensor], layout: Layout) -> Codes:

@@ -17,7 +17,7 @@ from lightning_lowrank.seeding import derive_seed
 
 
 class Chain(FloatingCodec[list[tuple[Layout, Any]]]):
-    """Pass the floating-point values that each codec leaves through the next one.
+    """Pass each codec's floating-point values through the next codec.
 
     The values are a sparse codec's numbers, the vectors of `LowRankCodec`, the scales of `Sign` and `Quantize`, and the
     rounded tensors of `Half`. The last codec's values are sent, and the codes of all: positions, masks, signs and

@@ -325,7 +325,7 @@ def _bits_at(places: Tensor, total: int) -> Tensor:
 
 
 def _places(bits: Tensor, count: int) -> Tensor:
-    """Indices of the set bits; a `DecodingError` unless they are ``count``."""
+    """Indices of the set bits; a `DecodingError` unless there are ``count`` of them."""
     places = bits.nonzero().flatten()
     if places.numel() != count:
         raise DecodingError(f"the positions are {places.numel()}, but the tensors need {count}.")

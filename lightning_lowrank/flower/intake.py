@@ -311,7 +311,7 @@ class Intake:
                 self._excess[client] = max(self._excess.get(client, 0.0), change.norm / max(allowed[client], 1e-30))
                 if change.norm > allowed[client]:
                     refused[client] = (
-                        f"it changes {kind} by a norm of {change.norm:.3g}, and what other sites send allows"
+                        f"it changes {kind} by a norm of {change.norm:.3g}, but the other sites' answers allow"
                         f" {allowed[client]:.3g}; see norm-bound."
                     )
         return refused

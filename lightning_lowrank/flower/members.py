@@ -108,7 +108,7 @@ class Members:
                 f"it is client {client} of {claims.clients}, and the recipe has {clients} clients, from 0"
             )
         if self._nodes and (client >= len(self._nodes) or self._nodes[client] != node):
-            raise DecodingError(f"client {client}: its node is another one by `nodes`")
+            raise DecodingError(f"client {client}: `nodes` has another node for it")
         if claims.rank > self._rank_limit:
             most = f"at most {self._rank_limit} here" if self._rank_limit else "none of its own in this study"
             raise DecodingError(f"client {client}: it states rank {claims.rank}, and a client has {most}")
@@ -153,7 +153,7 @@ class Members:
         # Even if the client is connected: a restarted site may join before Flower notices that it had gone.
         elif owner.secret != new.secret:
             raise DecodingError(
-                f"client {client}: its site is node {owner.node}, and this node does not have what that one keeps. A"
+                f"client {client}: its site is node {owner.node}, but this node does not have that node's secret. A"
                 " site whose state file is gone is known again only if its SuperNode authenticates itself"
             )
 

@@ -177,7 +177,7 @@ def write_answer(message: Message, context: Context, changes: Mapping[str, Tenso
     highest = max((float(change.abs().max()) for change in changes.values() if change.numel()), default=0.0)
     if not highest * weight / most <= largest:
         raise MisconfigurationException(
-            f"a number of the change is {highest:.3g}, and what can be summed up is at most {largest:g}: give the run a"
+            f"a number of the change is {highest:.3g}, but the sum takes at most {largest:g}: give the run a"
             " larger secure-range, or the site a smaller clip."
         )
     arrays = [changes[name].double().cpu().numpy() for name in sorted(changes)]

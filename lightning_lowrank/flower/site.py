@@ -150,7 +150,7 @@ class Site:
         self._file = without_link(Path(state))
         if self._file.suffix != ".safetensors":
             raise MisconfigurationException(
-                f"state={str(state)!r} must be named *.safetensors: other files are others'."
+                f"state={str(state)!r} must be named *.safetensors, because it would replace any other file."
             )
         self._spending = Spending(self._file.parent / f"privacy_client_{client}.json")
         self._built: Recipe | None = None

@@ -1,4 +1,4 @@
-"""Checks of your own methods, codecs, factorizations, operators, aggregators, partitions and stages by contract.
+"""Checks of the contracts of methods, codecs, factorizations, operators, aggregators, partitions and stages.
 
 Each check raises `AssertionError`.
 """

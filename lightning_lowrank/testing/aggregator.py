@@ -211,14 +211,14 @@ class _Check:
         for tensors, weight in zip(self.sent[cut:], self.weights_of[cut:], strict=True):
             resumed.add(tensors, weight)
         resumed.prepare({}, 0)
-        require(_same(resumed.result(), expected), "goes on otherwise from its saved state")
+        require(_same(resumed.result(), expected), "gives another result when its state is saved and restored")
         for here in (cut, 0):
             there = self.filled(self.sent[:here], self.weights_of[:here])
             mine = self.filled(self.sent[here:], self.weights_of[here:])
             mine.pool(_Peers(self.device, there.pool) if here else _Alone(self.device))
             mine.prepare({}, 0)
             require(mine.arrivals == len(self.sent), "loses arrivals when processes pool them")
-            require(_close(mine.result(), expected), "makes something else of what two processes pool")
+            require(_close(mine.result(), expected), "gives another result when two processes pool their arrivals")
 
     def fresh(self) -> None:
         rule = self.filled(self.sent)

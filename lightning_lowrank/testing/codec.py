@@ -134,8 +134,8 @@ def _check_robustness(codec: Codec, tensors: Mapping[str, Tensor], rng: random.R
     data = codec.encode(tensors)
     lengths = {0, 1, 7, 8, 9, len(data) - 8, len(data) - 1, *(rng.randrange(len(data)) for _ in range(9) if data)}
     for length in sorted(length for length in lengths if 0 <= length < len(data)):
-        require(not _decodes(codec, data[:length]), f"decode takes {length} of {len(data)} bytes")
-    require(not _decodes(codec, data + b"\0"), f"decode takes {len(data)} bytes and one more")
+        require(not _decodes(codec, data[:length]), f"decode accepts {length} of {len(data)} bytes")
+    require(not _decodes(codec, data + b"\0"), f"decode accepts {len(data)} bytes and one more")
     for _ in range(100):
         changed = bytearray(data)
         for _ in range(rng.choice((1, 1, 2, 8)) if data else 0):

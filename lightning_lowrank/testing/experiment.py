@@ -71,7 +71,7 @@ def small_module(
     network: Callable[[Norm], nn.Module] | None = None,
     optimizer: Callable[[Any], torch.optim.Optimizer] | None = None,
 ) -> pl.LightningModule:
-    """A module for `check_algorithm`; `functools.partial` of this function with other arguments makes another one.
+    """A module for `check_algorithm`; a `functools.partial` of this function sets another network or optimizer.
 
     Args:
         norm: The layer of normalization to use, a function of the number of features.

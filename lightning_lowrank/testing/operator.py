@@ -300,7 +300,7 @@ class _Check:
             require(rank == 4, f"the server's rank shrinks from 4 to {rank} where a round's clients have less")
             return
         self.refused("clients of different ranks", self.clients(_MIXED))
-        self.refused("different ranks to be received", self.clients(_EQUAL), ranks=[2, 2, 2, 1])
+        self.refused("clients that are to receive different ranks", self.clients(_EQUAL), ranks=[2, 2, 2, 1])
 
     def refused(self, what: str, pairs: Sequence[LowRankPair], **settings: Any) -> None:
         try:
