@@ -1,4 +1,4 @@
-"""Named random streams: every draw in this package has a seed derived from what it is for.
+"""Named random streams: every draw in this package has a seed derived from its purpose.
 
 Two parties that agree on one number (the seed of a run, or of a round) agree on every random tensor that
 is derived from it, in any order and on any machine, without touching the global generators.

@@ -51,8 +51,9 @@ class FedBAT(ChangesBase, OwnCodec, OwnSteps):
     the names of its tensors. As in the release, normalisation layers' parameters are trained and sent in full
     precision; so are buffers. The server sends the model in full precision. With ``compress_down`` it sends the
     difference between the model and the common copy, in the same code and with the same draws, where :math:`\alpha` is
-    the difference's mean magnitude; both sides add it to the copy (error feedback, as in `EF21P`), so clients outside
-    the cohort need it too. FedMUD's authors compress the broadcast "with its quantizer", without further detail.
+    the difference's mean magnitude; server and clients add it to the copy (error feedback, as in `EF21P`), so clients
+    outside the cohort need it too. FedMUD's authors compress the broadcast "with its quantizer", without further
+    detail.
 
     Weight decay and gradient clipping act as set in the optimizer and trainer, on :math:`w` and on its masked gradient.
 

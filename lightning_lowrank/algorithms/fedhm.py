@@ -40,8 +40,8 @@ class FedHM(UnequalClients):
     ``frobenius_decay``, static BatchNorm is `StaticBatchNorm`, and masked cross-entropy is
     ``FederatedLoop(objective=MaskAbsentClasses())``.
 
-    Messages in both directions hold what the client trains: factors of its own rank or the weight, and the rest of the
-    model. After each round the module is the dense global model; the low-rank ones are evaluated too.
+    Messages in both directions contain the tensors that the client trains: factors of its own rank or the weight, and
+    the rest of the model. After each round the module is the dense global model; the low-rank ones are evaluated too.
 
     Args:
         levels: Rank ratios, in (0, 1], at least one below 1. The paper's by default.

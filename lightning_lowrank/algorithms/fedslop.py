@@ -26,7 +26,7 @@ class FedSLoP(ChangesBase):
     ``out × r``. Weight decay is inside the projection.
 
     The server sends the dense model and the seed of :math:`P`. A client sends ``out × r`` numbers for each matrix, the
-    coefficients :math:`(W_\text{end} - W_\text{start}) P`, and the values of what is not projected: biases and norms,
+    coefficients :math:`(W_\text{end} - W_\text{start}) P`, and the values of all other parameters: biases and norms,
     groups with ``rank=None``, and matrices with at most ``r`` columns. If no matrix has more columns, FedSLoP is bit
     for bit `FedAvg` with `torch.optim.SGD`'s momentum.
 

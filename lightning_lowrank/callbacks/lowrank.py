@@ -162,7 +162,7 @@ class LowRank(Configured, Callback):
         return [name for name in still_convertible(module, self.settings) if _unwrapped(name) not in known]
 
     def convert(self, module: torch.nn.Module) -> Conversion:
-        """Convert ``module`` in place and return what was done, layer by layer."""
+        """Convert ``module`` in place, and return the conversion's report."""
         if any(low_rank_layers(module)):
             done: _Converted | None = getattr(module, "lowrank_conversion", None)
             if done is None or done.settings != self.settings:

@@ -28,7 +28,7 @@ class Packet:
         codec: Their codec.
         received: The message as the receiver decodes it, on the tensors' own devices.
         residual: Added to the next message; empty without error feedback.
-        memory: What the sender's codecs start the next message from; empty for most.
+        memory: The codecs' memory for the sender's next message; empty for most codecs.
         length: Length in bytes of the encoding; ``None``: that of the encoding of ``tensors``.
     """
 
@@ -65,7 +65,7 @@ class Channel:
     zero.
 
     A channel without codecs sends everything exactly, and takes no differences. A channel has no state: the
-    sender keeps the residual, and what a codec such as `LowRankCodec` starts its next message from.
+    sender keeps the residual, and the memory of a codec such as `LowRankCodec` for its next message.
 
     Args:
         codecs: The codecs, the first one first: none, any single one, or several that can form a `Chain`. Only the

@@ -23,7 +23,7 @@ class Half(FloatingCodec[None]):
     Args:
         dtype: ``"float16"`` (11 significant bits; magnitudes from 65,520 on become infinite, below 3e-8 zero) or
             ``"bfloat16"`` (8 significant bits, float32's range).
-        error_feedback: Whether a `Channel` adds what is lost to the next message. Default False.
+        error_feedback: Whether a `Channel` adds the compression error to the next message. Default False.
 
     Raises:
         ValueError: If ``dtype`` is neither.

@@ -75,7 +75,7 @@ class LowRankCodec(RandomCodec[Factors]):
             rank depends on the numbers, and so does the length of the message (`adaptive`). It needs ``method="svd"``.
         method: ``"power"`` or ``"svd"``. Default ``"power"``, but ``"svd"`` with ``energy``.
         seed: Seed of the first right vectors, from -2**63 to 2**63 - 1. Default 0.
-        error_feedback: Whether a `Channel` adds what is lost to the next message. Default False.
+        error_feedback: Whether a `Channel` adds the compression error to the next message. Default False.
 
     Raises:
         TypeError: If ``rank`` is not an integer, or ``budget`` or ``energy`` not a number.

@@ -39,12 +39,12 @@ class Quantize(RandomCodec[Tensor]):
         norm: The scale of a bucket. ``"max"``: its largest magnitude, which gives less variance. ``"l2"``: its
             Euclidean norm, as in the paper's analysis. Default ``"max"``.
         seed: Seed of the random rounding, from -2**63 to 2**63 - 1. Default 0.
-        error_feedback: Whether a `Channel` adds what is lost to the next message. Default False.
+        error_feedback: Whether a `Channel` adds the compression error to the next message. Default False.
 
     Raises:
         TypeError: If ``bucket_size`` is not an integer.
         ValueError: If an argument is out of its range. With error feedback and ``norm="l2"``, if ``bucket_size`` is
-            not below :math:`s^2`: then the loss may be larger than what is sent, and the error feedback diverges.
+            not below :math:`s^2`: then the compression error may exceed the message, and error feedback diverges.
 
     Example:
         >>> import torch

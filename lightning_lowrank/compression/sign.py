@@ -21,7 +21,7 @@ class Sign(FloatingCodec[Tensor]):
     travel exactly.
 
     Args:
-        error_feedback: Whether a `Channel` adds what is lost to the next message. Default False.
+        error_feedback: Whether a `Channel` adds the compression error to the next message. Default False.
 
     Example:
         >>> import torch

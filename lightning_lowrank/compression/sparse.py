@@ -70,7 +70,7 @@ class TopK(_Sparse):
             the decoded tensors.
         scope: ``"model"``: the largest of all tensors together. ``"tensor"``: ``share`` or ``count`` holds within
             each tensor.
-        error_feedback: Whether a `Channel` adds what is lost to the next message. Default False.
+        error_feedback: Whether a `Channel` adds the compression error to the next message. Default False.
 
     Raises:
         TypeError: If ``share`` is not a number, or ``count`` not an integer.
@@ -175,7 +175,7 @@ class RandomK(_Sparse, RandomCodec[Tensor]):
         unbiased: Whether the numbers sent are scaled by d/k, for k of d numbers, so that the decoded tensors
             equal the encoded ones in expectation over seeds (the uplink of EF21-P). In float16, this may overflow to
             infinity.
-        error_feedback: Whether a `Channel` adds what is lost to the next message. Default False. With
+        error_feedback: Whether a `Channel` adds the compression error to the next message. Default False. With
             ``unbiased=True``, this diverges (`Codec.expands`).
 
     Raises:

@@ -12,7 +12,7 @@ Settings that need another party's data, state or steps are refused:
 - ``system``, because real sites take their own time;
 - ``client_dropout``, because real sites fail by themselves;
 - learning rate schedulers that step within clients, and projected optimizers with a ``refresh_interval``: in a
-  simulation they go on from the round's longest client, and sites know nothing of each other's steps;
+  simulation they continue from the round's longest client, and sites know nothing of each other's steps;
 - ``ckpt_path``, ``max_steps``, ``fast_dev_run``, several ``devices`` and several ``seeds``.
 
 - `remote_rounds`: the rounds, seen from the server. `server`: the ``ServerApp`` that runs them.

@@ -157,7 +157,7 @@ class Approvals:
         changed = list(difflib.unified_diff(_lines(near.read_bytes()), lines, lineterm="", n=0))[2:]
         shown = [escaped(line) for line in changed if not line.startswith("@@")]
         more = f"; and {len(shown) - _SHOWN_LINES:,} more" if len(shown) > _SHOWN_LINES else ""
-        return f"beside {near.name[:16]}: " + "; ".join(shown[:_SHOWN_LINES]) + more
+        return f"compared with {near.name[:16]}: " + "; ".join(shown[:_SHOWN_LINES]) + more
 
     def _file(self, data: bytes) -> Path:
         return self.folder / f"{hashlib.sha256(data).hexdigest()}.yaml"
@@ -173,7 +173,7 @@ def read_own(file: str | None) -> dict[str, Any]:
     """The site's own values, by name, from its file.
 
     Raises:
-        MisconfigurationException: If it cannot be read, or states a rank that is none.
+        MisconfigurationException: If the file cannot be read, or its rank is not a whole number of 1 or more.
     """
     own = {} if file is None else read_plain(Path(file).read_bytes(), f"the site's file {file}")
     rank = own.get("rank")

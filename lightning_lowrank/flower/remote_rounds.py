@@ -128,7 +128,7 @@ class RemoteRounds(Callback):
         nodes: Flower's ids of all clients' nodes, in the clients' order and with commas between, as
             ``flwr supernode register`` prints them. Default: the first node that joins as a client is its site.
         broadcasts: Where broadcasts are kept, by round; in memory by default.
-        seed: ``seed_everything`` of the study, which sites are told; -1: the recipe's.
+        seed: ``seed_everything`` of the study, which is sent to the sites; -1: the recipe's.
 
     Raises:
         MisconfigurationException: If sites are missing at the start, run something else, or claim the same client; if
@@ -197,7 +197,7 @@ class RemoteRounds(Callback):
         self.plan: RoundPlan | None = None
         self.coordinator: Coordinator
         self.study = secrets.token_hex(8)
-        """Name of this study, under which sites keep what is theirs. A run that goes on has the name of the first."""
+        """Name of this study, under which sites keep their state. A continued run has the name of the first."""
         self._restored: dict[str, Any] | None = None
         self._planner: RoundPlanner
         self._further: FurtherModels

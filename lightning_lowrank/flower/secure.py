@@ -118,7 +118,7 @@ def secure_mean(
         threshold: Number of sites without which nothing can be unmasked.
         largest: Largest number in a change.
         number: The round.
-        exchange: Sends messages to nodes and returns their answers, or why there is none.
+        exchange: Sends messages to nodes and returns each node's answer or `Silence`.
 
     Returns:
         The mean; none if too few sites completed the protocol, or if one of them has spoiled it: the protocol does not

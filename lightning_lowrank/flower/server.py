@@ -155,7 +155,7 @@ def _serve(recipe: Path, grid: Grid, state: Path | None, own: Mapping[str, Any],
     if state is not None:
         callbacks.append(_KeepState(state))
         if state.exists():
-            rank_zero_info(f"the study goes on from {state}; to begin it anew, delete that file")
+            rank_zero_info(f"the study goes on from {state}; to start again, delete that file")
             fit["ckpt_path"] = state
     with warnings.catch_warnings():
         for told in ("train_dataloader yielded None", "Detected call of `lr_scheduler.step\\(\\)` before"):

@@ -19,7 +19,7 @@ class _LowRankConvolution(LowRankLayer):
 
     A kernel dimension belongs to the stage whose kernel extends in it, or to the first stage where none
     does. Padding, stride and dilation of a dimension act at its stage: what the others do along other
-    dimensions does not interfere. Groups share all stages but the one that stands with the output channels,
+    dimensions does not interfere. Groups share all stages but the one with the output channels,
     so the channels' groups become part of the batch there.
     """
 

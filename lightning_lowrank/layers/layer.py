@@ -547,7 +547,7 @@ class LowRankLayer(nn.Module):
         return dense
 
     def forward(self, input: Tensor, *geometry: Any) -> Tensor:
-        """Compute what the dense layer with the effective weight would.
+        """Compute the output of the dense layer with the effective weight.
 
         Args:
             input: As for the dense layer.

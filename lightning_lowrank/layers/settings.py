@@ -75,7 +75,7 @@ class LayerSettings:
             clients train the weight and others the factors. Off by default.
 
     Raises:
-        TypeError: If a setting that must be a number is none.
+        TypeError: If a setting that must be a number is not one.
         ValueError: If a setting has an unknown value, or two settings exclude each other.
 
     Example:

@@ -142,7 +142,8 @@ class _Check:
             value.zero_()
         require(not _same(rule.result(), found), "returns tensors that its arrivals share")
         require(
-            all(_same(sent, copy) for sent, copy in zip(self.sent, copies, strict=True)), "changes what it is given"
+            all(_same(sent, copy) for sent, copy in zip(self.sent, copies, strict=True)),
+            "changes its arrivals",
         )
         require(generator_states() == states, "changes the global random number generators")
         require(rule.arrivals == len(self.sent), f"counts {rule.arrivals} arrivals of {len(self.sent)}")

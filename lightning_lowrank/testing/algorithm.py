@@ -84,7 +84,7 @@ def check_algorithm(
       change nothing, and another seed gives other weights.
     - ``"sites"``: each client sends the same bytes when it runs on its own, with nothing but the encoded messages that
       it was sent, a copy of the module and another object of the method in each round. So does the server, with nothing
-      but the clients' encoded messages. Both decode what the simulation gave them.
+      but the clients' encoded messages. Both decode the tensors that the simulation gave them.
     - ``"bytes"``: the ledger has the lengths of the encodings, `inspect_run` knows them before the run, and they are
       those of federated averaging, if that is expected.
     - ``"resume"``: a run that is resumed inside a round or between two clients, with another object of the method, ends

@@ -195,7 +195,7 @@ def _check_sum(codec: Codec, tensors: Mapping[str, Tensor]) -> None:
     together = codec.transmit({name: tensor.detach() + others[name] for name, tensor in ones.items()})
     require(
         _same(together, {name: tensor + second[name] for name, tensor in first.items()}),
-        "the codec claims to be additive, but what arrives of a sum is not the sum of what arrives",
+        "the codec claims to be additive, but the decoded sum is not the sum of the decoded messages",
     )
 
 

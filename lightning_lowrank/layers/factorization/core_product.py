@@ -32,7 +32,7 @@ class CoreProduct(Factorization):
         layout: How the kernel of a convolution is read as a matrix, as in `MatrixProduct`. Default: ``"permuted"``.
 
     Raises:
-        ValueError: If ``heads`` is below 1, or ``layout`` is none of `MatrixProduct`'s.
+        ValueError: If ``heads`` is below 1, or ``layout`` is not one of `MatrixProduct`'s.
 
     Example:
         >>> CoreProduct().factor_shapes((8, 6), rank=2)

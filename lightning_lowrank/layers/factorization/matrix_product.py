@@ -46,7 +46,7 @@ class MatrixProduct(Factorization):
             same in each.
 
     Raises:
-        ValueError: If ``layout`` is none of these.
+        ValueError: If ``layout`` is not one of these.
 
     Example:
         >>> product = MatrixProduct()
