@@ -91,7 +91,7 @@ def software() -> dict[str, str]:
 
 
 def _commit_of_checkout(folder: Path) -> str | None:
-    """The commit of a folder's code; ``None`` if git does not track it, such as an environment inside a checkout."""
+    """The commit of a folder's code; ``None`` if git does not track the folder, as in a virtual environment."""
     if _git(folder, "ls-files", "--error-unmatch", "__init__.py") is None:
         return None
     told = _git(folder, "status", "--porcelain=v2", "--branch", "--", ".")

@@ -60,7 +60,7 @@ def draw(
     budget: float | None = None,
     narrow: bool = False,
 ) -> dict[str, bytes]:
-    """A metric against rounds, and against bytes and simulated seconds where these were logged, as PNG files by name.
+    """PNG files by name: a metric against rounds, and against bytes and simulated seconds if these were logged.
 
     Args:
         curves: The curves of a metric (first argument) against a logged figure, or against rounds (``None``).

@@ -126,7 +126,7 @@ class WeightedMean(Aggregator):
             return {name: value.to(_at_least(value.dtype, least)) for name, value in self._only.items()}
         means = divide_each(list(self._sums.values()), self.weight)
         averaged = {
-            # The dtype first, because the device may have no float64.
+            # Cast before the move to the device, which may have no float64.
             name: (mean if dtype.is_floating_point else mean.round())
             .to(_at_least(dtype, least))
             .to(self._devices[name])

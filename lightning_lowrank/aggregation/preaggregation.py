@@ -36,7 +36,7 @@ def byzantine_count(value: Byzantine, arrivals: int) -> int:
         >>> byzantine_count(3, 10), byzantine_count(0.3, 10), byzantine_count(0.3, 9)
         (3, 3, 2)
     """
-    # Added against rounding errors: 0.3 * 10 may be just below 3.
+    # The small number is for rounding errors: 0.29 * 100 is just below 29.
     return int(value * arrivals + 1e-9) if isinstance(value, float) else value
 
 
@@ -115,7 +115,7 @@ class NearestNeighborMixing(PreAggregation):
     @override
     def matrix(self, gram: Tensor, byzantine: int, draws: torch.Generator) -> Tensor:
         nearest = squared_distances(gram).argsort(dim=1, stable=True)[:, : len(gram) - byzantine]
-        # Stable sorting may place a vector behind equal ones, so its own distance 0 does not ensure the first place.
+        # Among equal vectors, a vector need not be one of its own nearest.
         mixed = torch.zeros_like(gram).scatter_(1, nearest, 1.0)
         return mixed / mixed.sum(dim=1, keepdim=True)
 

@@ -154,7 +154,7 @@ class FedBAT(ChangesBase, OwnCodec, OwnSteps):
 
     def local_update(self, step: LocalStep, update: Callable[[], None]) -> None:
         """After a client's first steps in full precision, step on the loss at the binarised update."""
-        # Less a tolerance for rounding errors: 0.28 * 25 is just above 7.
+        # The small number is for rounding errors: 0.28 * 25 is just above 7.
         binarises = step.number >= self.full_precision_share * step.steps - 1e-9
         if binarises.any():
             self._put_binarised(step, binarises)

@@ -54,7 +54,7 @@ class ServerOptimizer(Algorithm, ABC):
             working = value.to(torch.promote_types(value.dtype, torch.float32))
             change = server.model[name].to(working.dtype) - working
             update = self.direction(kept.setdefault(name, {}), change)
-            # Equal to x - lr * update, but bit for bit the mean if lr * update is the change.
+            # This is x - lr * update, in a form that gives the mean bit for bit if lr * update is the change.
             mean[name] = working + (change - self.lr * update)
         server.take(mean)
 

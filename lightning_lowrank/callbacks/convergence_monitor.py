@@ -121,7 +121,7 @@ class ConvergenceMonitor(Configured, Callback):
 
 
 def _figures(layers: Sequence[ConvergenceConstants], rate: float) -> dict[str, float]:
-    """The figures over the given layers."""
+    """The logged figures, computed over the given layers."""
 
     def norm(name: str, minus: str | None = None) -> float:
         total = sum(getattr(each, name) - (getattr(each, minus) if minus else 0) for each in layers)

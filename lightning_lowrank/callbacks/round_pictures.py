@@ -1,4 +1,4 @@
-"""`RoundPictures` gives loggers that show images the pictures of a report."""
+"""`RoundPictures` logs the pictures of a report to loggers that show images."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from lightning_lowrank.metric_direction import direction, judged_by, monitors_of
 
 
 class RoundPictures(Callback):
-    """Give TensorBoard, W&B and MLflow the pictures that ``report`` draws of a run.
+    """Log the pictures that ``report`` draws of a run to TensorBoard, W&B and MLflow.
 
     These are the monitored metric by rounds, by bytes and, with `SystemModel`, by simulated seconds, and the constants
     of `ConvergenceMonitor`. TensorBoard and W&B show them as images called ``pictures/…``; MLflow has them among the

@@ -98,7 +98,7 @@ class Codec(Configured, ABC):
         return self.transmit(tensors), {}
 
     def started(self, memory: Memory) -> Self:
-        """A copy that encodes the message after the one that returned ``memory``; the codec itself if it has no memory.
+        """A copy for the sender's next message, which continues from ``memory``; the codec itself if it has no memory.
 
         A decoder needs no memory. A codec that was not started encodes a sender's first message.
         """

@@ -228,7 +228,7 @@ class LowRankCodec(RandomCodec[Factors]):
         finite = matrix.isfinite().all()
         left, scale, right = torch.linalg.svd(torch.where(finite, matrix, 0.0), full_matrices=False)
         if self.energy is not None:
-            # Divided by the largest, the squares neither overflow nor vanish in float32; some devices lack float64.
+            # Values are divided by the largest, so that squares neither overflow nor vanish in float32.
             total = (scale / scale[0].clamp_min(torch.finfo(scale.dtype).tiny)).square().cumsum(0)
             needed = int((total < self.energy * total[-1]).sum()) + 1
             rank = needed if needed <= rank else 0
@@ -253,7 +253,7 @@ def _iterated(matrix: Tensor, start: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Left vectors, lengths and right vectors after one subspace iteration; vectors are rows."""
     left = torch.linalg.qr(matrix @ start.mT).Q
     right = left.mT @ matrix
-    # Divided by the largest, the squares neither overflow nor vanish. NaN and infinity spread to all vectors.
+    # Numbers are divided by the largest, so that squares neither overflow nor vanish. NaN and infinity spread to all.
     largest = right.abs().amax()
     shares = right / torch.where(largest > 0, largest, 1.0)
     lengths = torch.linalg.vector_norm(shares, dim=1)

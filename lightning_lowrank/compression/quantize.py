@@ -150,7 +150,8 @@ class Quantize(RandomCodec[Tensor]):
         largest = rows.abs().amax(1)
         if self.norm == "max":
             return largest
-        # Divided by the largest, the squares neither overflow nor vanish, and the norm is never below the largest.
+        # Numbers are divided by the largest, so that squares neither overflow nor vanish. The norm is at least the
+        # largest.
         norm = largest * torch.linalg.vector_norm(rows / largest[:, None], dim=1)
         largest_number = torch.finfo(rows.dtype).max
         scale = torch.where(largest > 0, norm.clamp(max=largest_number), largest)

@@ -29,7 +29,7 @@ _EXACT = (
 _DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in FLOATING + _EXACT}
 _DTYPE_NAMES = {dtype: name for name, dtype in _DTYPES.items()}
 _MOST_DIMENSIONS = 64
-# For compressing codecs: the header has an entry for each part of each codec in a chain, and none for tensors.
+# Enough for compressing codecs, whose header has an entry for each part of each codec, and none for tensors.
 _LONGEST_HEADER = 4096
 _OF_A_TENSOR = ("dtype", "shape", "data_offsets")
 

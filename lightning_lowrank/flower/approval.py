@@ -31,7 +31,7 @@ _SPLITS = ("train", "validation", "test")
 _PLAIN_NAME = re.compile(r"\w[\w.-]*")
 _DOTTED = re.compile(r"[^\W\d]\w*(?:\.[^\W\d]\w*)+")
 _FILE_OR_ADDRESS = re.compile(r"(\w+://|[/~\\]|\.{1,2}[/\\]|\w:\\).*", re.DOTALL)
-# Arguments that the module or data set opens below data-root, also if the file does not exist yet.
+# Arguments that are paths below data-root, even if the file does not exist yet.
 _OPENED = ("root", "model", "tokenizer", "indices")
 
 
@@ -42,10 +42,10 @@ def state_folder(config: Mapping[str, Any]) -> Path:
 
 
 class EachOnce(yaml.SafeLoader):
-    """YAML loader that refuses a key given twice in a mapping, of which the last would win."""
+    """YAML loader that refuses a key that occurs twice in a mapping; by default the last value would count."""
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
-        """A mapping's content."""
+        """Build a mapping, unless a key occurs twice."""
         keys = [self.construct_object(key, deep=True) for key, _ in node.value]
         twice = [key for number, key in enumerate(keys) if key in keys[:number]]
         if twice:

@@ -292,7 +292,7 @@ class Intake:
         return found
 
     def _implausible(self, steps: Sequence[int]) -> dict[int, str]:
-        """The reason, for each client whose changes are too large compared with the other clients'."""
+        """The clients whose changes are too large compared with the other clients', each with the reason."""
         refused: dict[int, str] = {}
         changes = self._changed
         for kind in dict.fromkeys(kind for each in changes.values() for kind in each):

@@ -169,7 +169,7 @@ class Policy:
             raise self._violation("max_rounds", self.max_rounds, f"the server says that there are {rounds:,} rounds")
 
     def check_plain(self) -> None:
-        """Refuse to answer outside of secure aggregation, where the server sees the single answer.
+        """Refuse to show the server a single answer if the policy demands secure aggregation.
 
         Raises:
             PolicyViolation: If the policy asks for secure aggregation.

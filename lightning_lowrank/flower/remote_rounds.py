@@ -206,8 +206,7 @@ class RemoteRounds(Callback):
         self._intake: Intake
         self._members: Members | None = None
         self._admission: Admission
-        # Clients whose sites have lost their state: those that the method (_lost) and the site (_untold) must still
-        # hear of.
+        # Clients whose sites have lost their state, before the method (_lost) and the site (_untold) are informed.
         self._lost: set[int] = set()
         self._untold: set[int] = set()
         self._broadcasts = {} if broadcasts is None else broadcasts
@@ -400,7 +399,7 @@ class RemoteRounds(Callback):
         }
 
     def on_validation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Evaluate the method's further global models."""
+        """Evaluate the method's further global models, such as those of smaller size or rank."""
         if not trainer.sanity_checking:
             self._further.evaluate(trainer, pl_module, "validate")
 
@@ -570,7 +569,7 @@ class RemoteRounds(Callback):
         if -1 <= heard < self.members.heard[client] and client not in self._untold:
             self.members.heard[client] = heard
             self._lost.add(client)
-            # The site can answer when it is asked again, which happens once.
+            # The site can answer when it is asked again; it is asked again once.
             outcome.passing = True
         return True
 

@@ -23,7 +23,7 @@ from lightning_lowrank.flower.recipe import build
 from lightning_lowrank.flower.remote_rounds import NoBatch, RemoteRounds
 from lightning_lowrank.interop.files import private_files, private_folder, replacing
 
-# Seconds that a server waits for its study's other process to end, which notices a killed SuperLink late.
+# Seconds that a server waits for its study's earlier process to end, which may notice a killed SuperLink late.
 _WAIT_FOR_END = 60.0
 
 

@@ -447,7 +447,7 @@ class _ConstantSchedules(Callback):
 
     def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         check_optimizers(trainer, pl_module)
-        # No scheduler steps in a site's rounds.
+        # A site's rounds run without schedulers.
         trainer.strategy.lr_scheduler_configs = []
 
 

@@ -635,7 +635,7 @@ class LowRankLayer(nn.Module):
                 " lightning_lowrank.recover(model) first."
             )
         if any(isinstance(size, torch.SymInt) for size in input.shape):
-            # A trace with dynamic sizes would add a guard on this comparison.
+            # Not cached: in a trace with dynamic sizes, this comparison adds a guard on them.
             return bool(self._takes_less_contracted(input, *geometry))
         # Cached: counting takes as long as the products of a small layer.
         case = (input.shape, torch.is_grad_enabled(), input.requires_grad, self.rank, self.active, repr(geometry))

@@ -25,7 +25,7 @@ def widen(model: nn.Module, parameters: Collection[nn.Parameter]) -> None:
     for module in model.modules():
         own = set(own_parameters(module).values())
         if own and own <= narrow:
-            # The dtype is that of the module's other tensors, so that it follows `model.float()`.
+            # A buffer has the former dtype, so that the dtype follows later conversions such as `model.float()`.
             module.register_buffer(_BEFORE, next(iter(own)).new_empty(0), persistent=False)
             module.register_forward_pre_hook(_as_parameters, with_kwargs=True)
             module.register_forward_hook(_as_before)

@@ -136,7 +136,7 @@ class ProjectedAdamW(ProjectedOptimizer):
             [],
             [state["step"] for state in states],
             foreach=group["foreach"],
-            # One pass over the coefficients. Dense parameters step as torch's AdamW does by default, bit for bit.
+            # Fused steps take one pass over the coefficients. Dense parameters step as by torch's AdamW, bit for bit.
             fused=targets is not parameters and group["foreach"] is None and all(target.is_cpu for target in targets),
             amsgrad=False,
             beta1=group["betas"][0],

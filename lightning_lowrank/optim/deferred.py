@@ -62,7 +62,7 @@ class Deferred(NamedTuple):
 def changes_in_place(function: Any, keywords: Mapping[str, Any]) -> bool:
     """Whether a torch function, as a `TorchFunctionMode` sees it, writes into its first argument."""
     name = getattr(function, "__name__", "")
-    # `torch.nn.functional` passes it to modes by name, also if the caller passed it by position.
+    # `torch.nn.functional` passes ``inplace`` to modes by name, also if the caller passed it by position.
     return bool(keywords.get("inplace")) or (name.endswith("_") and not name.endswith("__")) or name in _IN_PLACE
 
 

@@ -164,7 +164,7 @@ def _decodes(codec: Codec, data: bytes) -> bool:
 
 
 def _check_mean(codec: Codec, tensors: Mapping[str, Tensor], draws: int) -> None:
-    """Compare means of random combinations of all numbers: these are normal even if few numbers are sent at a time."""
+    """Compare means of random sums of all numbers, which are about normal even if few numbers are sent at a time."""
     sent = _numbers(tensors)
     if not (sent.numel() and sent.isfinite().all()):
         return
