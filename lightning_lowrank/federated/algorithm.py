@@ -1,4 +1,4 @@
-"""A federated method: nine hooks, and what a method claims of itself.
+"""The base class of federated methods: nine hooks, and the claims that a method makes about itself.
 
 `FederatedLoop` calls the hooks. A published method overrides those in which it differs from federated averaging, in one
 short file under ``lightning_lowrank/algorithms``. What few methods need is in `lightning_lowrank.federated.protocols`.
@@ -21,7 +21,7 @@ from lightning_lowrank.federated.state import Base, ClientContext, ClientInfo, S
 
 @dataclass(frozen=True)
 class LocalStep:
-    """What a method sees of a step that one client makes, or several together.
+    """What a method may read of a local step, made by one client or by several together.
 
     Where clients step together every tensor has them as its first dimension, ``[clients, …]``. A method that acts on
     each number alone, and uses `expand` for what is one number per client, serves both.
@@ -50,12 +50,12 @@ class LocalStep:
     stacked: bool
 
     def expand(self, values: Tensor, over: Tensor) -> Tensor:
-        """Give ``values``, one for each client, the dimensions that they need beside a stack such as ``over``."""
+        """Append dimensions to ``values``, one per client, so that they broadcast against a stack such as ``over``."""
         return values.reshape(values.shape + (1,) * (over.ndim - values.ndim)) if self.stacked else values
 
 
 class CompletesModels:
-    """Base of callbacks that complete a model, such as by its BatchNorm statistics, before it is evaluated."""
+    """Base of callbacks that complete a model before its evaluation, such as by computing its BatchNorm statistics."""
 
     def complete(
         self,
@@ -77,7 +77,7 @@ class CompletesModels:
 
 @dataclass(frozen=True)
 class Claims:
-    """What a method says of itself, for the loop to go by.
+    """A method's declared properties, which the loop and its checks read.
 
     Args:
         exact: Names of tensors in messages that no channel may change, in addition to buffers and to tensors that are
@@ -116,7 +116,7 @@ class Claims:
 
 
 class Algorithm(Configured):
-    """One federated method. The base class is federated averaging in its plainest form.
+    """A federated method. The base class is plain federated averaging (FedAvg).
 
     A method has two halves that meet only in messages. The server's half gets the `Server`, a `ClientInfo` and a
     client's message, and never what a client keeps. The client's half gets a `ClientContext` and the message that was
@@ -139,10 +139,10 @@ class Algorithm(Configured):
     claims: Claims = Claims()
     """What the method says of itself; ``__init__`` or `setup` may set another on the object."""
 
-    # Every side
+    # # Hooks on the server and on clients
 
     def setup(self, base: Base) -> None:
-        """Check that the module and its optimizers suit the method, and find what it needs there.
+        """Check that the module and its optimizers suit the method, and find the layers or tensors that it needs.
 
         Called before the first round of each fit, and again when the trainer makes other optimizers, as for schedules
         of another length. Entries that ``base.state`` has already, such as a checkpoint's, keep their values whatever
@@ -152,17 +152,17 @@ class Algorithm(Configured):
             MisconfigurationException: If the method cannot work with this module or its optimizers.
         """
 
-    # The server's half
+    # Hooks on the server
 
     def begin_round(self, server: Server) -> None:
-        """Prepare what all of the round's clients are sent."""
+        """Prepare the content of the round's broadcasts."""
 
     def broadcast(self, server: Server, client: ClientInfo) -> Message:
         """The message to ``client``."""
         return Message(server.sent_down())
 
     def receive(self, server: Server, client: ClientInfo, message: Message, weight: float) -> None:
-        """Take in the message from ``client``; ``weight`` is its share before normalisation.
+        """Receive the message from ``client``; ``weight`` is its share before normalisation.
 
         Tensors in ``server.state`` are replaced, not changed in place: after an error, between real sites,
         ``server.state`` becomes what it was, and the client counts as failed.
@@ -173,17 +173,17 @@ class Algorithm(Configured):
         """Fold the round's messages into ``server.model``. Called once a round, after at least one message."""
         server.take(server.aggregated())
 
-    # The client's half
+    # Hooks on clients
 
     def begin(self, client: ClientContext, message: Message) -> None:
-        """Install the message into the client's live ``model``, in place.
+        """Load the message into the client's live ``model``, in place.
 
         The message has the names of the module's tensors in the module's order. A real site gets others in any order.
         """
         copy_into(client.model, message.tensors)
 
     def loss(self, step: LocalStep, batch: Any, training_step: Callable[[], Any]) -> Any:
-        """The objective of a batch: a loss, or what the module's ``training_step`` may return.
+        """The objective of a batch: a loss, or any other value that the module's ``training_step`` may return.
 
         Called in each step in place of ``training_step``, which it calls. Where clients step together, it is mapped
         over them: it sees the tensors of one client, and may not decide by their values. A module that optimizes
@@ -197,23 +197,23 @@ class Algorithm(Configured):
         return training_step()
 
     def before_step(self, step: LocalStep) -> None:
-        """Change the gradients, before they are clipped and the optimizer steps.
+        """Change the gradients, before gradient clipping and the optimizer step.
 
         The ``grad`` of a parameter that the loss does not depend on may be ``None``. Where clients step together, every
         tensor has them as its first dimension.
         """
 
     def end(self, client: ClientContext) -> Message:
-        """The client's message, when its training is over."""
+        """The client's message at the end of its training."""
         return Message(client.base.sent_up(client.model))
 
 
 def zeros_like(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Zeros of the shapes of tensors, by their names."""
+    """Zero tensors with the names and shapes of ``tensors``."""
     return {name: torch.zeros_like(value, requires_grad=False) for name, value in tensors.items()}
 
 
 @torch.no_grad()
 def detached(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Copies of tensors that share neither memory nor a graph with them."""
+    """Copies of ``tensors`` that share neither memory nor an autograd graph with the originals."""
     return {name: value.detach().clone() for name, value in tensors.items()}

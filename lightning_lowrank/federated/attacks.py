@@ -1,4 +1,4 @@
-"""Attackers of a simulation: clients whose messages, or data, are not what an honest client's would be.
+"""Attackers in a simulation: clients that send forged messages or train on poisoned data.
 
 ``FederatedLoop(attackers=...)`` takes an `Attack`, which says which clients attack, and how. The server does not know
 them; a robust aggregator is to withstand them.
@@ -44,7 +44,7 @@ _LABEL_NAMES = ("label", "labels", "target")
 
 @dataclass(frozen=True)
 class Attempt:
-    """What an attacker knows when it forges one tensor of its message.
+    """The information from which an attacker forges one tensor of its message.
 
     Args:
         own: The change that it would have sent, had it been honest; float64.
@@ -65,7 +65,7 @@ class Attempt:
 
 
 class Attack(Configured, ABC):
-    r"""Some clients of a simulation send forged messages.
+    r"""Base of attacks, in which some clients of a simulation send forged messages.
 
     Attackers train as the others do, and then know their own change and those of all honest clients of the cohort. They
     replace every floating-point tensor of their message, buffers included; `forge` says by what. It works on changes:
@@ -100,7 +100,7 @@ class Attack(Configured, ABC):
         self.clients = given
 
     def members(self, sizes: Sequence[int], seed: int) -> tuple[int, ...]:
-        """Return the ids of the attackers among clients of so many samples, ascending; those without any are not drawn.
+        """The attackers' ids, ascending; ``sizes`` are the clients' numbers of samples, and none without is drawn.
 
         Raises:
             MisconfigurationException: If there are not as many clients, or no such ids.
@@ -124,14 +124,14 @@ class Attack(Configured, ABC):
 
     @abstractmethod
     def forge(self, attempt: Attempt) -> Tensor:
-        """Return the change that an attacker sends in place of ``attempt.own``, of its shape."""
+        """The forged change that an attacker sends in place of ``attempt.own``, of the same shape."""
 
     def poisoned(self, labels: Tensor, classes: int) -> Tensor:
-        """Return what attackers train on in place of their samples' labels, integers from 0 to ``classes - 1``."""
+        """The labels on which attackers train in place of the true ``labels``; integers from 0 to ``classes - 1``."""
         return labels
 
     def number_of_classes(self, labels: Tensor | None) -> int:
-        """Return the number of classes, given all labels of the training set, if any are found."""
+        """The number of classes, given all labels of the training set; ``labels`` is ``None`` if the data has none."""
         raise NotImplementedError
 
     @torch.no_grad()
@@ -142,7 +142,7 @@ class Attack(Configured, ABC):
         origins: Mapping[int, Mapping[str, Tensor]],
         seed: int,
     ) -> list[Arrival]:
-        """Return a round's arrivals with the attackers' messages replaced.
+        """A round's arrivals with the attackers' messages replaced by forged ones.
 
         Args:
             arrivals: What the round's clients would send.
@@ -167,7 +167,7 @@ class Attack(Configured, ABC):
                 if not value.is_floating_point() or not value.numel():
                     continue
                 own = change(arrival, name)
-                # Clients of other capacity send tensors of other names and shapes.
+                # Clients with smaller models may lack this tensor, or have it in another shape.
                 seen = [change(each, name) for each in honest if _has(each, name, value)]
                 others = seen or [change(each, name) for each in attackers if _has(each, name, value)]
                 attempt = Attempt(
@@ -193,13 +193,13 @@ def _has(arrival: Arrival, name: str, like: Tensor) -> bool:
 
 
 def _typed(value: Tensor, like: Tensor) -> Tensor:
-    """Return a value in the type and on the device of another; what is too large for the type is its largest number."""
+    """A value in the type and on the device of ``like``, clamped to the range of that type."""
     limits = torch.finfo(like.dtype)
     return value.nan_to_num(0.0, limits.max, limits.min).clamp(limits.min, limits.max).to(like.dtype).to(like.device)
 
 
 class SignFlip(Attack):
-    r"""Send the opposite of one's own change, :math:`-\sigma x_i` (Li et al., RSA, AAAI 2019, arXiv:1811.03761).
+    r"""Send the change with the opposite sign, :math:`-\sigma x_i` (Li et al., RSA, AAAI 2019, arXiv:1811.03761).
 
     Args:
         clients: Who attacks, see `Attack`.
@@ -270,7 +270,7 @@ class InnerProduct(Attack):
 
 
 class ALIE(Attack):
-    r"""A little is enough: send the honest mean less :math:`z` standard deviations (Baruch et al., NeurIPS 2019).
+    r"""A little is enough: send the honest mean minus :math:`z` standard deviations (Baruch et al., NeurIPS 2019).
 
     :math:`\mu_k - z \sigma_k` for each number, the same from all attackers (arXiv:1902.06156, Algorithm 3). The change
     lies within the spread of the honest ones. The standard deviation is that of the honest clients' population.
@@ -300,7 +300,7 @@ class ALIE(Attack):
 
 
 def hidden_deviations(arrivals: int, attackers: int) -> float:
-    """Return how many standard deviations attackers may be off and still be nearer than enough honest clients.
+    """The largest deviation, in standard deviations, that leaves enough honest clients farther from the mean.
 
     Example:
         >>> round(hidden_deviations(50, 24), 3), hidden_deviations(10, 1)
@@ -309,13 +309,14 @@ def hidden_deviations(arrivals: int, attackers: int) -> float:
     honest = arrivals - attackers
     supporters = arrivals // 2 + 1 - attackers
     share = (honest - supporters) / max(honest, 1)
-    # With a majority, or nobody else, any number of them will do: that at which one honest client is farther.
+    # Attackers that have a majority, or are alone, need no supporters: use the deviation at which one honest client is
+    # farther.
     share = min(share, (honest - 0.5) / max(honest, 1))
     return max(0.0, NormalDist().inv_cdf(share)) if share > 0 else 0.0
 
 
 class LabelFlip(Attack):
-    r"""Train on flipped labels, :math:`y \to C - 1 - y`, and send the result as it is (Fang et al., USENIX 2020).
+    r"""Train on flipped labels, :math:`y \to C - 1 - y`, and send the resulting change (Fang et al., USENIX 2020).
 
     It needs integer labels in batches: the second part of a tuple or list, or ``label``, ``labels`` or ``target`` of a
     dictionary. Validation, tests and clients' own evaluations keep the true labels.
@@ -356,7 +357,7 @@ class LabelFlip(Attack):
 
 
 class Scaled(LabelFlip):
-    r"""Model replacement: train on flipped labels, and scale the change up (Bagdasaryan et al., AISTATS 2020).
+    r"""Model replacement: train on flipped labels and scale the change up (Bagdasaryan et al., AISTATS 2020).
 
     :math:`\gamma (L - G)` for the model :math:`L` that it has trained from the global model :math:`G`
     (arXiv:1807.00459, Eq. 3), so that the mean of all becomes :math:`L`.
@@ -384,7 +385,7 @@ class Scaled(LabelFlip):
 
 
 class LabelPoison:
-    """Replaces the labels of attackers' samples where batches are read.
+    """Replaces the labels of attackers' samples when batches are read.
 
     Args:
         attack: What labels become.
@@ -400,7 +401,7 @@ class LabelPoison:
         self._poisoned[samples.numpy()] = True
 
     def __call__(self, batch: Any, indices: np.ndarray) -> Any:
-        """Return a batch of these samples with the attackers' labels replaced."""
+        """A batch with the labels of attackers' samples replaced; ``indices`` are the batch's samples."""
         rows = torch.from_numpy(self._poisoned[indices])
         if not rows.any():
             return batch
@@ -419,7 +420,7 @@ class LabelPoison:
         return type(batch)(*parts) if hasattr(batch, "_fields") else type(batch)(parts)
 
     def labels(self, labels: Tensor) -> Tensor:
-        """Return what attackers' labels become.
+        """The poisoned labels of attackers' samples.
 
         Raises:
             MisconfigurationException: If one is out of range.
@@ -440,7 +441,7 @@ def _label_key(batch: Any) -> Any:
 
 
 class Attackers(RoundStage):
-    """Holds all messages of a round back, and forges those of the attackers, who know what all others send.
+    """Delays all messages of a round until its end, then forges the attackers' messages from those of all clients.
 
     Args:
         attack: Who attacks, and how.
@@ -482,7 +483,7 @@ class Attackers(RoundStage):
         origin = arrival.find_origin(arrival.client)
         if not OwnCodec.of(self._way.algorithm).encodes_values:
             return origin
-        # The method's own codec leaves out numbers, which are zero in the message.
+        # Coordinates that the method's codec did not send are zero in the message; count them as unchanged.
         tensors = arrival.message.tensors
         return {
             name: torch.where(tensors[name] == 0, 0, value)

@@ -1,4 +1,4 @@
-"""The broadcasts of a round on the server, and the values by which clients' answers are measured."""
+"""The broadcasts of a round on the server, and the reference values of clients' answers."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from lightning_lowrank.internals.torch import is_unchanged, version_of
 
 
 class Broadcasts:
-    """Makes the packet of each client's broadcast: the method's message with the announcement, encoded by the downlink.
+    """Makes the packet of each client's broadcast: the method's message and the announcement, encoded by the downlink.
 
     A downlink with error feedback has one packet for all, which does not change in the round, whatever the method's
     message becomes. An announcement passes a lossy downlink once.
@@ -44,20 +44,20 @@ class Broadcasts:
             server.transmit = self._announce
 
     def _announce(self, update: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
-        """Encode an announcement: its values as all clients, and the server, receive them."""
+        """Encode an announcement; the result is its decoded values, the same for all clients and the server."""
         packet = self._wire.announce(self._server.base, update, self._server.round)
         self._server.encoded = packet.encode()
         return packet.received
 
     def begin_round(self) -> None:
-        """Encode the broadcast of a round that the method has begun, if all clients share it."""
+        """After the method's `begin_round`: encode the round's broadcast, if all clients share one."""
         self.end_round()
         if self._wire.shares_copy:
             self._for_all = self._encoded(self.message(self.any_client), self.any_client)
             self._wire.keep_copy(self._server.base, self._for_all.received, self._for_all)
 
     def end_round(self) -> None:
-        """Let go of the round's packets."""
+        """Drop the round's packets."""
         self._for_all, self._kept, self._copies = None, {}, {}
 
     @property
@@ -67,11 +67,11 @@ class Broadcasts:
 
     @property
     def reach_all(self) -> bool:
-        """Whether clients that sit the round out must hear its broadcast as well."""
+        """Whether clients outside the cohort must receive the broadcast as well."""
         return bool(self._server.announcement) or self._wire.shares_copy
 
     def message(self, client: ClientInfo) -> Message:
-        """The method's message to a client, with what the server has announced."""
+        """The method's message to a client, with the server's announcement."""
         message = self._algorithm.broadcast(self._server, client)
         if not self._server.announcement:
             return message
@@ -81,7 +81,7 @@ class Broadcasts:
         return self._wire.down(self._server.base, message, client, self._server.announcement, self._server.encoded)
 
     def packet(self, client: ClientInfo) -> Packet:
-        """A client's broadcast.
+        """The encoded broadcast to a client.
 
         Raises:
             MisconfigurationException: If the method sends clients different values, and all must share one copy.
@@ -101,21 +101,21 @@ class Broadcasts:
                 " needs one broadcast for all: leave out error_feedback."
             )
         if self._for_all is None:
-            # The run was resumed inside the round.
+            # The run was resumed inside the round, after `begin_round` had run.
             packet = self._encoded(first, self.any_client)
             self._for_all = self._wire.with_copy(self._server.base, packet)
         return self._for_all
 
     def keep(self, client: ClientInfo, packet: Packet) -> None:
-        """Keep a packet until `forget`, so that it is not encoded again for the client's answer."""
+        """Keep a packet until `forget`, so that it is not encoded a second time when the client answers."""
         self._kept[client.id] = packet
 
     def forget(self, client: int) -> None:
-        """Let go of a client's packet: behind a lossy downlink it takes the memory of a model."""
+        """Drop a client's packet: with a lossy downlink it takes the memory of a model."""
         self._kept.pop(client, None)
 
     def copies(self, received: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Copies of a broadcast as it is received, the same tensors while clients are sent the same values."""
+        """Copies of a received broadcast, the same tensors for all clients while the values are the same."""
         if self._wire.downlink.codecs:
             return detached(received)
         for name, value in received.items():
@@ -124,26 +124,26 @@ class Broadcasts:
                 self._copies[name] = value, version_of(value), value.detach().clone()
         return {name: self._copies[name][2] for name in received}
 
-    # Answers
+    # Clients' answers
 
     def rebased(self, client: ClientInfo, tensors: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
-        """A client's answer, relative to the server's own values if it is to be."""
+        """A client's answer; converted to changes of the server's exact values if `rebases` is set."""
         if not self.rebases:
             return tensors
         own, received = self.exact_origin_of(client), self.origin(self.packet(client).received)
         return self._wire.rebased(self._server.base, tensors, received, own)
 
     def origin(self, received: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
-        """The values, by name, of which a client's message has the change if it received these."""
+        """The reference values, by name, for the change in a client's answer, if it ``received`` this broadcast."""
         base = self._server.base
-        # A client may have been sent some of the global model's values in earlier rounds alone.
+        # Parts of the global model may have been sent in earlier rounds only, so start from all of it.
         origin = upload_origin(self._algorithm, base, self._server.sent_down(), received)
         return {**origin, **base.fresh_buffers}
 
     def origin_of(self, client: ClientInfo) -> Mapping[str, Tensor]:
-        """The values, by name, of which a client's answer has the change, as `rebased` leaves it."""
+        """The reference values, by name, for the change in a client's answer after `rebased`."""
         return self.exact_origin_of(client) if self.rebases else self.origin(self.packet(client).received)
 
     def exact_origin_of(self, client: ClientInfo) -> Mapping[str, Tensor]:
-        """The same values without the losses of the downlink."""
+        """The reference values as the server has them, without the losses of the downlink."""
         return self.origin(self.message(client).tensors)

@@ -1,4 +1,4 @@
-"""The level of each client of a method whose clients differ in capacity: fixed, or drawn in each round."""
+"""The capacity level of each client, for methods whose clients differ in capacity: fixed, or drawn in each round."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ Capacity = Literal["fixed", "dynamic"]
 
 
 class Capacities:
-    """The level of each client: fixed, or drawn in each round. Error messages call the levels ``name``.
+    """The capacity level of each client: fixed, or drawn in each round. Error messages call the levels ``name``.
 
     Fixed levels are assigned in turns, in the order of the clients' ids. Every level has its share among any first
     clients, and a client's level does not depend on the number of clients.
@@ -49,21 +49,21 @@ class Capacities:
         self._credit = [0.0] * len(levels)
 
     def level(self, client: ClientInfo) -> float:
-        """Return a client's level in its round: the same on the server and on the client."""
+        """A client's level in the round ``client.round``; server and client compute the same."""
         if self.capacity == "fixed":
             return self.fixed_level(client.id)
         draws = generator(client.seed, "capacity", client.round, client.id)
         return self.levels[int(torch.multinomial(torch.tensor(self.shares), 1, generator=draws))]
 
     def always(self, client: ClientInfo, level: float) -> bool:
-        """Return whether a client has this level in every round."""
+        """Whether a client has this level in every round."""
         return (self.capacity == "fixed" or len(self.levels) == 1) and self.level(client) == level
 
     def fixed_level(self, client: int) -> float:
-        """Return the level of a client by its id where levels are fixed."""
+        """A client's level by its id, if levels are fixed."""
         while len(self._turns) <= client:
             self._credit = [credit + share for credit, share in zip(self._credit, self.shares, strict=True)]
-            # Rounding noise must not decide between levels whose turn it is equally.
+            # Rounding, so that floating-point noise does not decide between levels with equal credit.
             turn = max(range(len(self.levels)), key=lambda index: (round(self._credit[index], 9), -index))
             self._credit[turn] -= 1
             self._turns.append(turn)

@@ -1,4 +1,4 @@
-"""Whether what a client's steps leave in attributes of the module reaches the next client's steps.
+"""Whether attributes of the module that a client's steps change affect the next client's steps.
 
 `Isolation` asks before it warns: most attributes that change are totals, caches and counters that nothing trains by.
 """
@@ -37,7 +37,7 @@ _MANY_STEPS = 1000
 
 
 class CarriedValues:
-    """The attributes of a module as the fit's first client finds them, to be compared in a step of a later client.
+    """A snapshot of the module's attributes before the first client, for a comparison at a later client's step.
 
     Args:
         trainer: The trainer, before the first client's first step.
@@ -63,7 +63,7 @@ class CarriedValues:
                 self._tensors.append((item, item.detach().clone()))
 
     def warn_of(self, names: Sequence[str], shadows: Sequence[str], batch: Any) -> bool:
-        """Name the attributes by which the next client's step, on ``batch``, is another; return if there are any.
+        """Warn of the attributes whose changes alter the next client's step on ``batch``; return whether there are any.
 
         A moving average that no step reads is named, too: a validation or a checkpoint may.
         """
@@ -77,7 +77,7 @@ class CarriedValues:
         return bool(named)
 
     def _reach(self, batch: Any) -> bool:
-        """Whether a step on ``batch`` is another with the attributes as they are now than as they were.
+        """Whether a step on ``batch`` differs between the present and the initial values of the attributes.
 
         Counters are tried with much larger numbers as well. All is put back. A step that cannot be tried counts as
         another one, and so does one after a change of a tensor that is too large to be copied.
@@ -94,7 +94,7 @@ class CarriedValues:
         return self._differ(batch, [self._put_back, lambda: None, *([begin_with_far] if far else [])])
 
     def global_step_reaches(self, batch: Any) -> bool:
-        """Whether a step on ``batch`` depends on ``global_step``, also on a much larger one."""
+        """Whether a step on ``batch`` depends on ``global_step``; larger values of it are tried as well."""
         with with_global_step(self._trainer) as set_global_step:
             steps = self._trainer.global_step
             tried = (0, steps, _MANY_STEPS * steps + 1)
@@ -126,7 +126,7 @@ class CarriedValues:
                 value.grad = gradient
 
     def _step(self, batch: Any) -> list[Tensor]:
-        """The loss, gradients and tensors of a step."""
+        """The trained tensors, loss and gradients after one step."""
         module: pl.LightningModule = self._module
         for value in module.parameters():
             value.grad = None
@@ -167,7 +167,7 @@ class CarriedValues:
             tensor.data.copy_(before)
 
     def _far_numbers(self) -> list[tuple[Any, Any, Any]]:
-        """The numbers that have changed, as many times further, with their containers and keys."""
+        """Changed numbers, extrapolated by `_MANY_STEPS` changes, with their containers and keys."""
         found = []
         for container, before in self._containers:
             kept = names_of_lightning() if container is self._root else ()
@@ -175,7 +175,7 @@ class CarriedValues:
                 now = container.get(key)
                 if key in kept or type(value) not in (int, float) or type(now) is not type(value) or now == value:
                     continue
-                # An odd number of steps more tells of every second step.
+                # An odd multiple, so that a counter's parity changes too.
                 far = value + _MANY_STEPS * (now - value) + (type(value) is int)
                 found += [(container, key, far)] if math.isfinite(far) else []
         return found

@@ -1,4 +1,4 @@
-"""Configurations that would train the wrong thing without a word, refused before the fit begins.
+"""Checks before the fit: refuse configurations that would silently train the wrong thing.
 
 What is refused raises a MisconfigurationException.
 """
@@ -71,13 +71,13 @@ _EVALUATION = ("validation_", "test_", "predict_", "on_validation_", "on_test_",
 
 
 def in_no_optimizer(module: nn.Module, optimizers: Iterable[Optimizer]) -> list[str]:
-    """Return the names of the trainable parameters that none of ``optimizers`` holds."""
+    """Names of the trainable parameters that are in none of the ``optimizers``."""
     held = {id(value) for optimizer in optimizers for group in optimizer.param_groups for value in group["params"]}
     return [name for name, value in module.named_parameters() if value.requires_grad and id(value) not in held]
 
 
 def check_optimizers(trainer: pl.Trainer, module: nn.Module) -> None:
-    """Refuse a module without an optimizer, parameters in none, and schedulers that count from client to client."""
+    """Refuse a module without an optimizer, trainable parameters in none, and schedulers that count across clients."""
     for config in trainer.lr_scheduler_configs:
         if config.interval == "step" and config.frequency != 1:
             raise MisconfigurationException(
@@ -86,7 +86,7 @@ def check_optimizers(trainer: pl.Trainer, module: nn.Module) -> None:
                 " longer."
             )
     trained = sum(value.requires_grad for value in module.parameters())
-    # Lightning puts one without parameters in the place of None.
+    # If configure_optimizers() returns None, Lightning uses an optimizer without parameters.
     if not trainer.optimizers or 0 < trained == len(in_no_optimizer(module, trainer.optimizers)):
         raise MisconfigurationException(
             f"no optimizer has a parameter of {type(module).__name__}, and nothing would be trained: return one from"
@@ -116,7 +116,7 @@ def refuse_plateaus_of_steps(schedulers: Sequence[Any]) -> None:
 
 
 def check_validation_interval(trainer: Any, turns: Callable[[], int] | None, stacked: bool) -> list[str]:
-    """Return a sentence where a number of batches between validations is one of turns.
+    """A sentence on ``val_check_interval``, if it is a number: it counts turns of the loop, not batches.
 
     Args:
         trainer: The trainer, in whose loop a turn is a client, or clients that step together.
@@ -126,7 +126,7 @@ def check_validation_interval(trainer: Any, turns: Callable[[], int] | None, sta
     Raises:
         MisconfigurationException: If the first round has fewer turns.
     """
-    # There is none where validation goes by the clock.
+    # Lightning sets no such attribute if ``val_check_interval`` is a duration.
     every = getattr(trainer, "val_check_interval", None)
     if not isinstance(every, int) or not trainer.enable_validation or trainer.limit_train_batches == 0:
         return []
@@ -171,7 +171,7 @@ def check_followed(
     trained: Mapping[str, Tensor],
     before: Mapping[str, Tensor] | None,
 ) -> None:
-    """Refuse parameters that round ``number`` trains and that the rounds so far do not suit.
+    """Refuse a change of the trained parameters in round ``number`` that the method or the optimizers cannot follow.
 
     Args:
         settings: The experiment's settings.
@@ -250,7 +250,7 @@ def check_memory(loop: Any, module: nn.Module) -> None:
 
 
 def check_rule(algorithm: Algorithm, rule: Aggregator) -> None:
-    """Refuse a robust rule that would not see all that the clients of a method send."""
+    """Refuse a robust aggregator if it would not see all values that the method's clients send."""
     if not isinstance(rule, RobustRule):
         return
     claims, method = algorithm.claims, repr(algorithm)
@@ -267,7 +267,7 @@ def check_rule(algorithm: Algorithm, rule: Aggregator) -> None:
 
 
 def goes_on_from(settings: FederatedSettings) -> str:
-    """Return what in an experiment goes on from the parameters trained in earlier rounds, so that they must stay."""
+    """Why the trained parameters must stay the same in all rounds; an empty string if they may change."""
     if not settings.algorithm.claims.follows_trained:
         return f"{type(settings.algorithm).__name__} goes on from what it has of the earlier ones, as FedAvg does not"
     if any(codec.error_feedback for codec in (*settings.uplink, *settings.downlink)):
@@ -276,7 +276,7 @@ def goes_on_from(settings: FederatedSettings) -> str:
 
 
 def check_callbacks(loop: Any, trainer: Any, module: nn.Module, keeping: str) -> None:
-    """Refuse callbacks, or an order of callbacks, that would take a client's weights for the global model's.
+    """Refuse callbacks, or an order of callbacks, that would mistake a client's weights for the global model.
 
     ``keeping`` says why the same parameters must be trained in all rounds; it is empty where they need not be.
     """
@@ -373,7 +373,7 @@ def _why_no_pass_over_all_samples(callback: Callback, module: nn.Module) -> str:
 
 
 def check_manual_optimization(settings: FederatedSettings, module: pl.LightningModule) -> None:
-    """Refuse a method or an objective whose part in each step a module that optimizes manually leaves out."""
+    """Refuse a method or objective that changes the loss or the steps of a module with manual optimization."""
     if module.automatic_optimization:
         return
     algorithm, objective = settings.algorithm, settings.objective
@@ -391,7 +391,7 @@ def check_manual_optimization(settings: FederatedSettings, module: pl.LightningM
 
 
 def refuse_lazy(module: nn.Module) -> None:
-    """Refuse a module that has layers without a shape.
+    """Refuse a module with uninitialized (lazy) parameters or buffers.
 
     Raises:
         MisconfigurationException: If it has.
@@ -405,7 +405,7 @@ def refuse_lazy(module: nn.Module) -> None:
 
 
 def check_local_update(algorithm: Algorithm, trainer: pl.Trainer) -> None:
-    """Refuse settings under which a method cannot step the optimizer in its own way."""
+    """For a method with its own `local_update`: refuse gradient accumulation."""
     if inherits(algorithm, "local_update"):
         return
     method = type(algorithm).__name__
@@ -421,7 +421,7 @@ def check_local_update(algorithm: Algorithm, trainer: pl.Trainer) -> None:
 
 
 def refuse_batch_norm(module: nn.Module, asking: str, way_out: str = "") -> None:
-    """Refuse BatchNorm layers, whose statistics mix samples; ``asking`` names the incompatible setting."""
+    """Refuse BatchNorm layers, whose statistics mix samples; ``asking`` names the setting that cannot have them."""
     found = [name for name, layer in module.named_modules() if isinstance(layer, BATCH_NORMS)]
     if found:
         raise MisconfigurationException(
@@ -487,7 +487,7 @@ def static_batch_norm_advice(
     buffers: BufferPolicy,
     remedy: str = "Put StaticBatchNorm() after FederatedLoop.",
 ) -> list[str]:
-    """Return a sentence where statistics are tracked in training by a method whose paper has static BatchNorm."""
+    """A sentence of advice, if BatchNorm statistics are tracked and the method's paper trains with static BatchNorm."""
     layers = _layers_that_track(module)
     completed = any(isinstance(callback, CompletesModels) for callback in trainer.callbacks)
     if not algorithm.claims.static_batch_norm or not layers or completed:
@@ -500,7 +500,7 @@ def static_batch_norm_advice(
 
 
 def notes(module: pl.LightningModule, buffers: BufferPolicy, schedulers: Sequence[Any] = ()) -> list[str]:
-    """Return what a user should know of how this module will behave in rounds, one sentence each.
+    """Notes for the user on this module's behaviour in rounds, one sentence each.
 
     Args:
         module: The module.
@@ -539,7 +539,7 @@ def notes(module: pl.LightningModule, buffers: BufferPolicy, schedulers: Sequenc
 
 
 def global_step_note(module: pl.LightningModule, readers: Sequence[str]) -> str:
-    """A sentence on methods of a module that read ``global_step``."""
+    """A sentence on ``readers``, the module's methods that read ``global_step``."""
     return (
         f"{', '.join(readers)} of {type(module).__name__} reads global_step, which counts the optimizer steps of all"
         " clients one after another: use batch_idx, which counts a client's own batches, or current_epoch, which counts"
@@ -548,13 +548,13 @@ def global_step_note(module: pl.LightningModule, readers: Sequence[str]) -> str:
 
 
 def readers_in_steps(module: pl.LightningModule) -> list[str]:
-    """The names of methods that read ``global_step`` and that a training step may call."""
+    """Names of the methods that read ``global_step`` and may run inside a training step."""
     readers = _readers_of(module, "global_step")
     return [name for name in readers if name not in (*_OUTSIDE_OF_STEPS, *_BETWEEN_CLIENTS)]
 
 
 def resume_notes(trainer: Any) -> list[str]:
-    """Return what a user should know of a fit that goes on from a checkpoint, one sentence each."""
+    """Notes for the user on a resumed fit, one sentence each."""
     plateaus = [config for config in trainer.lr_scheduler_configs if config.reduce_on_plateau]
     if not any(config.interval == "epoch" for config in plateaus):
         return []
@@ -571,7 +571,7 @@ _BY_PERSONAL_TEST = (
 
 
 def local_part_advice(algorithm: Algorithm, remedy: str = _BY_PERSONAL_TEST) -> list[str]:
-    """Return a sentence where the global model's figures are those of a model of which a part is never trained."""
+    """A warning, if a part of the global model is never trained: its figures are of that part's initial values."""
     if not algorithm.claims.local_part:
         return []
     return [
@@ -581,7 +581,7 @@ def local_part_advice(algorithm: Algorithm, remedy: str = _BY_PERSONAL_TEST) -> 
 
 
 def warn_of_changed_base(algorithm: Algorithm, base: Base) -> None:
-    """Say that PEFT's own way of saving a module leaves out what the method has changed of its frozen weights."""
+    """Warn that PEFT's ``save_pretrained()`` omits the method's changes of frozen weights."""
     wrapped = any(peft_layers(base.module))
     if wrapped and (base.state.get("folded") or base.state.get("beside")):
         rank_zero_warn(
@@ -593,7 +593,7 @@ def warn_of_changed_base(algorithm: Algorithm, base: Base) -> None:
 
 
 def _layers_that_track(module: nn.Module) -> int:
-    """Return the number of BatchNorm layers that track statistics."""
+    """The number of BatchNorm layers that track statistics."""
     return sum(isinstance(layer, BATCH_NORMS) and bool(layer.track_running_stats) for layer in module.modules())
 
 
@@ -605,7 +605,7 @@ def _reads_weights(callback: Callback) -> bool:
 
 
 def _readers_of(module: pl.LightningModule, attribute: str) -> list[str]:
-    """Return the names of a module's own methods, but for those of evaluation, whose code mentions an attribute."""
+    """Names of a module's methods whose code reads an attribute, evaluation hooks left out."""
     found, names = [], set(attribute.split("."))
     for kind in type(module).__mro__:
         if issubclass(pl.LightningModule, kind):
@@ -614,7 +614,7 @@ def _readers_of(module: pl.LightningModule, attribute: str) -> list[str]:
             function = inspect.unwrap(getattr(member, "__func__", None) or getattr(member, "fget", None) or member)
             if not isinstance(function, types.FunctionType) or name.startswith(_EVALUATION):
                 continue
-            # What the trainer has is a client's own in configure_optimizers; see `ScheduleLength`.
+            # In configure_optimizers(), attributes of the trainer have the values of one client; see `ScheduleLength`.
             if name == "configure_optimizers" and attribute != "global_step":
                 continue
             if names <= _mentioned(function.__code__):

@@ -1,4 +1,4 @@
-"""Evaluation besides the global model: clients' own models on their own test data, and a method's further models.
+"""Evaluation of models other than the global one: clients' personal models, and the variants of a method.
 
 `FurtherModels` runs a `ClientEvaluation` each time validation or a test ends, with the state that the algorithm gives
 each client as its own, and logs `figures` over clients of what the module's own ``validation_step`` or ``test_step``
@@ -56,13 +56,13 @@ _WORST_OF = 10
 
 
 def validates_rounds(trainer: pl.Trainer) -> bool:
-    """Return whether a fit is set up to validate at the end of some round, as far as is known when it begins."""
+    """Whether a fit will validate at the end of a round, judged by the trainer's settings."""
     every, last = trainer.check_val_every_n_epoch or 1, trainer.max_epochs
     return trainer.enable_validation and (last in (None, -1) or last >= every)
 
 
 def left_out(module: pl.LightningModule) -> list[str]:
-    """Say which hooks of a module do not run for each client's own model, one sentence each."""
+    """Sentences on the module's hooks that do not run for each client's own model."""
     kind = type(module).__name__
     return [
         f"{kind}.on_{stage}_end() runs once a {stage}, not for each of the models of single clients and of further"
@@ -76,7 +76,7 @@ def left_out(module: pl.LightningModule) -> list[str]:
 def figures(
     values: Mapping[int, float], name: str, higher_is_better: bool | None, model: str = "personal"
 ) -> dict[str, float]:
-    """Summarize clients' values: the mean, the worst tenth, and the sample standard deviation (n − 1).
+    """Statistics over clients: the mean, the mean of the worst tenth, and the sample standard deviation (n − 1).
 
     A single client has no deviation. Each client has the same weight, whatever its number of samples. The worst tenth
     is rounded down to at least one client, and left out where it is not known whether ``higher_is_better``. A value
@@ -90,7 +90,7 @@ def figures(
     with np.errstate(invalid="ignore"):
         found = {f"{model}/{name}": float(numbers.mean())}
         if higher_is_better is not None:
-            # NumPy sorts NaN last, so that it is among the worst for either sign.
+            # NumPy sorts NaN last, so NaN counts among the worst for either sign.
             sign = -1 if higher_is_better else 1
             worst = sign * np.sort(sign * numbers)[-max(1, len(numbers) // _WORST_OF) :]
             found[f"{model}/{name}_worst10"] = float(worst.mean())
@@ -161,7 +161,7 @@ class ClientEvaluation:
 
     @property
     def samples(self) -> dict[int, int]:
-        """Number of test samples of each of `clients`."""
+        """Number of test samples of each client in `clients`."""
         return {client: len(part) for client, part in self._indices.items()}
 
     @torch.no_grad()
@@ -174,7 +174,7 @@ class ClientEvaluation:
         clients: Collection[int] | None = None,
         complete: Callable[[int, Mapping[str, Tensor]], None] | None = None,
     ) -> dict[str, dict[int, float]]:
-        """Evaluate every client that has test samples, and leave the module and all generators as they were.
+        """Evaluate every client that has test samples; restore the module and all generators.
 
         The trainer's ``limit_val_batches`` or ``limit_test_batches`` counts for each client: that many batches, or
         that share of its batches and at least one.
@@ -252,7 +252,7 @@ class ClientEvaluation:
         return results
 
     def _count_batches(self, limit: int | float) -> dict[int, int]:
-        """Return the number of batches of each client that is evaluated."""
+        """The number of batches of each client."""
         counts = {}
         for client, samples in self._indices.items():
             count = -(-len(samples) // self._batch_size)
@@ -263,7 +263,7 @@ class ClientEvaluation:
         return self._indices[client][number * self._batch_size : (number + 1) * self._batch_size]
 
     def _read(self, counts: Mapping[int, int]) -> Iterator[Any]:
-        """Read the batches of one client after another."""
+        """Read all clients' batches, client after client."""
         self._requests.clear()
         for client, count in counts.items():
             seed = derive_seed(self.seed, "evaluation data", client)
@@ -274,7 +274,7 @@ class ClientEvaluation:
 
 
 class _Step:
-    """A module's validation or test, as Lightning's evaluation loop calls it."""
+    """The evaluation step and hooks of a module, called as in Lightning's evaluation loop."""
 
     def __init__(self, trainer: pl.Trainer, module: pl.LightningModule, stage: Literal["validate", "test"]) -> None:
         kind = {"validate": "validation", "test": "test"}[stage]
@@ -293,7 +293,7 @@ class _Step:
         self._takes_index = is_param_in_hook_signature(own, "batch_idx", min_args=2)
         self._takes_loader = is_param_in_hook_signature(own, "dataloader_idx", explicit=True)
         self._module, self._kind = module, kind
-        # Setting a module's attributes takes longer.
+        # Writing to __dict__ is faster than nn.Module.__setattr__.
         self._attributes = vars(module)
         self.starts_clients = overrides(module, f"on_{kind}_start") and not overrides(module, f"on_{kind}_end")
         self._run = getattr(trainer.strategy, name)
@@ -341,7 +341,7 @@ def _worked_on_copies(module: pl.LightningModule) -> Iterator[list[Metric | Metr
 
 
 def _copy(value: Any, copies: dict[int, Any], with_tensors: bool) -> Any:
-    """Copy containers, and tensors if wanted, once each; anything else is returned as it is."""
+    """Copy containers, and tensors ``with_tensors``, once each; return any other value unchanged."""
     if id(value) in copies:
         return copies[id(value)]
     if isinstance(value, Tensor) and with_tensors:
@@ -359,7 +359,7 @@ def _copy(value: Any, copies: dict[int, Any], with_tensors: bool) -> Any:
 
 
 class FurtherModels:
-    """Evaluates clients' own models (``FederatedLoop(personal_test=...)``) and `UnequalClients.variants`.
+    """Evaluates clients' personal models (``FederatedLoop(personal_test=...)``) and `UnequalClients.variants`.
 
     A server that has no training set evaluates no client's own model.
     """
@@ -374,7 +374,7 @@ class FurtherModels:
         """Whether clients' own models have been evaluated."""
 
     def check(self, trainer: pl.Trainer) -> None:
-        """Refuse a validation loader that the first round's end could not use, if Lightning has loaded one by now.
+        """Refuse a validation loader, if one is loaded already, that the evaluation of further models cannot read.
 
         Raises:
             MisconfigurationException: If there is one.
@@ -388,13 +388,13 @@ class FurtherModels:
         try:
             check_loader(loader, training=False)
         except MisconfigurationException:
-            # Many methods evaluate no further model, some of them at certain settings alone: Lightning reads the
-            # loaders then.
+            # Many methods evaluate no variants, some only with certain settings; Lightning alone reads the loaders
+            # then.
             if UnequalClients.of(self._exchange.algorithm).variants(self._exchange.server):
                 raise
 
     def evaluate(self, trainer: Any, module: pl.LightningModule, stage: Literal["validate", "test"]) -> None:
-        """Log how clients' own models do on their own test data, and further global models on all of it.
+        """Log figures of clients' personal models on their test data, and of variants on all test data.
 
         Where a module was given other weights after the fit, there are no such models of these, and nothing is logged.
         """
@@ -425,7 +425,7 @@ class FurtherModels:
     def _judge_clients(
         self, trainer: Any, module: pl.LightningModule, stage: Literal["validate", "test"], loader: Any
     ) -> dict[str, float]:
-        """Return the figures over clients of their own models, and of the global one where each has own test samples.
+        """Figures over clients of their personal models; with ``personal_test="by_client"`` also of the global model.
 
         The folders of `CSVLogger`s get a table of the clients.
         """
@@ -446,7 +446,7 @@ class FurtherModels:
         divided = self._data.divided()
         judged = {"personal": self._run(evaluation, trainer, module, stage, personal, divided.__getitem__)}
         if self._settings.personal_test == "by_client":
-            # Not again where each client's own model was the global one, in any process.
+            # Skip the second evaluation if all personal models were the global one, in every process.
             again = own_models or isinstance(trainer.strategy, ClientParallelStrategy)
             judged["global"] = (
                 self._run(evaluation, trainer, module, stage, lambda client: shown, divided.__getitem__)
@@ -467,7 +467,7 @@ class FurtherModels:
         return logged
 
     def _has_last_round(self, module: pl.LightningModule) -> bool:
-        """Return whether a module holds the parameters of the last round's global model."""
+        """Whether the module holds the parameters of the last round's global model."""
         server = self._exchange.server
         if server.base.module is not module:
             return False
@@ -484,7 +484,7 @@ class FurtherModels:
         models: Callable[[int], Mapping[str, Tensor]],
         samples: Callable[[int], Tensor] | None = None,
     ) -> tuple[dict[str, dict[int, float]], dict[str, bool]]:
-        """Run an evaluation, of which each process that takes part in rounds does a share.
+        """Run an evaluation; several processes share its clients.
 
         Returns:
             For each name that was logged, the value of each client; and for metric objects whether higher is better.
@@ -508,7 +508,7 @@ class FurtherModels:
         return values, {name: higher for _, of_metrics in gathered for name, higher in of_metrics.items()}
 
     def _evaluation(self, name: str, loader: Any, indices: Callable[[], list[Tensor]]) -> ClientEvaluation:
-        """Return the evaluation that was made for this loader, or make one."""
+        """The cached evaluation of this loader, created if needed."""
         if name not in self._evaluations or self._evaluations[name][0] is not loader:
             seed = self._exchange.server.seed
             kept = None if self._data is None else self._data.device_data
@@ -521,7 +521,7 @@ class FurtherModels:
         return self._evaluation(f"clients {stage}", source, lambda: self._drawn(self._test_indices(loader)))
 
     def _drawn(self, samples: list[Tensor]) -> list[Tensor]:
-        """Return the test samples of ``personal_clients`` clients, and none of the others."""
+        """The test samples of ``personal_clients`` drawn clients; other clients get none."""
         having = [client for client, part in enumerate(samples) if len(part)]
         count = self._settings.personal_clients
         if count is None or count >= len(having):

@@ -1,4 +1,4 @@
-"""Clients' optimizers: what each client begins with and keeps, its own options, and schedules that count its steps."""
+"""Clients' optimizers: fresh or kept moments, options per client, and schedules that count each client's steps."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ _ELEMENTWISE: list[type[Optimizer]] = [
 
 
 def register_elementwise(kind: type[Optimizer]) -> type[Optimizer]:
-    """Declare that an optimizer acts on each number alone, so that clients may step together with it.
+    """Declare an optimizer elementwise, so that clients that use it may step together.
 
     Its state must consist of tensors shaped as their parameter, of scalar tensors named ``step``, and of plain Python.
     Subclasses count as well, as do those of torch's own elementwise optimizers, but for those with a ``step`` of their
@@ -80,13 +80,13 @@ def register_elementwise(kind: type[Optimizer]) -> type[Optimizer]:
 
 
 def acts_elementwise(optimizer: Optimizer) -> bool:
-    """Whether an optimizer is known to act on each number alone."""
+    """Whether an optimizer is known to be elementwise."""
     step = inspect.unwrap(type(optimizer).step)
     return any(isinstance(optimizer, kind) and step is inspect.unwrap(kind.step) for kind in _ELEMENTWISE)
 
 
 def counters(optimizer: Optimizer) -> list[dict[str, Any]]:
-    """The entries of an optimizer's groups that its steps may change, as those of schedule-free ones and Prodigy do.
+    """Entries of an optimizer's parameter groups that its steps may change, as in schedule-free optimizers and Prodigy.
 
     All but the options that schedules set, and a projected optimizer's refreshes; none of torch's own optimizers.
     """
@@ -97,12 +97,12 @@ def counters(optimizer: Optimizer) -> list[dict[str, Any]]:
 
 
 def is_shared(name: str, value: Any) -> bool:
-    """Whether an entry of a parameter's state is one for all clients that step together."""
+    """Whether an entry of a parameter's state has one value for all clients that step together."""
     return name in _SHARED or not isinstance(value, Tensor)
 
 
 def fresh_state(optimizer: Optimizer) -> defaultdict[Tensor, Any]:
-    """The state in which an optimizer starts; Adagrad's is not empty."""
+    """An optimizer's initial state, which is not empty for Adagrad."""
     state: defaultdict[Tensor, Any] = defaultdict(dict)
     if isinstance(optimizer, torch.optim.Adagrad):
         for group in optimizer.param_groups:
@@ -113,7 +113,7 @@ def fresh_state(optimizer: Optimizer) -> defaultdict[Tensor, Any]:
 
 
 class ClientOptimizers:
-    """The optimizers and schedulers of a fit, which clients take turns with.
+    """The optimizers and schedulers of a fit, which all clients use in turn.
 
     A client begins with fresh optimizers, or with the moments that it keeps between rounds; with the options of its
     own; and with step-wise schedules where the round began. The next round goes on from the client with the most steps.
@@ -147,13 +147,13 @@ class ClientOptimizers:
         self._names = [[names[parameter] for parameter in _parameters_of(each)] for each in self._optimizers]
         self._keeps = settings.optimizer_state == "keep"
         self._own: Mapping[str, Any] = {}
-        # Where the round began, and where its client with the most steps ended.
+        # The state at the round's start, and at the end of its client with the most steps.
         self._begun: dict[str, Any] = {}
         self._furthest: dict[str, Any] = {}
         self._most_steps = 0
 
     def check(self, clients: Iterable[int]) -> None:
-        """Refuse an option of some clients that is unknown, or a learning rate that a scheduler changes in steps."""
+        """Refuse an unknown option of a client, and a learning rate of its own that a step-wise scheduler changes."""
         groups = [group for optimizer in self._optimizers for group in optimizer.param_groups]
         for client in clients:
             options = self._options_of(client)
@@ -167,7 +167,7 @@ class ClientOptimizers:
                 raise _changed_in_steps(client, "lr", options["lr"])
 
     def key(self, client: int, state: State, round_number: int) -> tuple[Any, ...]:
-        """What must be equal for clients that step together: which moments they keep, their age, and options."""
+        """A key, equal for clients that may step together: their kept moments, the moments' ages, and their options."""
         current = self._current(state, round_number)
         shared = tuple(
             (number, index, *((name, float(value)) for name, value in kept.items() if _is_counted(name, value)))
@@ -176,10 +176,10 @@ class ClientOptimizers:
         )
         return shared, repr(current.get("subspaces")), tuple(sorted(self._options_of(client).items()))
 
-    # A round
+    # Rounds
 
     def begin_round(self) -> None:
-        """Remember where the round began."""
+        """Capture the state of groups and schedulers at the round's start."""
         groups = [
             [{name: group[name] for name in group if name not in _OF_ONE_CLIENT} for group in each.param_groups]
             for each in self._optimizers
@@ -187,23 +187,23 @@ class ClientOptimizers:
         self._begun, self._furthest, self._most_steps = self._captured(groups), {}, 0
 
     def wind_back(self) -> None:
-        """Go back to where the round began, before a client begins."""
+        """Restore the state of the round's start, before a client begins."""
         for group, values, counted in self._groups():
             for name in counted.keys() - values.keys():
                 del group[name]
-            # Copies, for steps may change in place.
+            # Copies, because steps may change the values in place.
             group.update(copy.deepcopy(values))
         self._wind_schedulers(self._begun)
 
     def take_options(self, client: int) -> None:
-        """Give the optimizers a client's own options."""
+        """Apply a client's own options to the optimizers."""
         self._own = self._options_of(client)
         for optimizer in self._optimizers:
             for group in optimizer.param_groups:
                 group.update(copy.deepcopy(self._own))
 
     def end_client(self, client: int, steps: int) -> None:
-        """Give the common options back, and remember where the client with the most steps ended.
+        """Restore the common options, and capture the state if the client has the most steps so far.
 
         Raises:
             MisconfigurationException: If the client's steps have changed an option of its own.
@@ -220,22 +220,22 @@ class ClientOptimizers:
             self._furthest, self._most_steps = self._captured(groups), steps
 
     def give_back(self) -> None:
-        """Give the optimizers the common options in the place of the open client's own."""
+        """Restore the common options in place of the open client's."""
         for group, values, _ in self._groups() if self._own else ():
             group.update({name: values[name] for name in self._own})
         self._own = {}
 
     @property
     def end(self) -> tuple[int, dict[str, Any]]:
-        """Where the client with the most steps ended: their number, and the state."""
+        """The number of steps of the round's client with the most, and the state at its end."""
         return self._most_steps, self._furthest
 
     def pool(self, ends: Iterable[tuple[int, dict[str, Any]]]) -> None:
-        """Take over, of several processes' `end`, that of the client with the most steps."""
+        """Of the `end` values of several processes, adopt that with the most steps."""
         self._most_steps, self._furthest = max(ends, key=lambda end: end[0])
 
     def end_round(self) -> None:
-        """Go on from where the client with the most steps ended, but for the optimizers' counters."""
+        """Load the end state of the client with the most steps; optimizers' counters are those of the round's start."""
         for group, values, counted in self._groups():
             for name in counted:
                 if name in values:
@@ -248,13 +248,13 @@ class ClientOptimizers:
         self._wind_schedulers(self._furthest)
 
     def _groups(self) -> Iterator[tuple[dict[str, Any], dict[str, Any], dict[str, Any]]]:
-        """Each group, with its entries where the round began and with the counters that it has now."""
+        """For each group: the group, its entries at the round's start, and its present counters."""
         for optimizer, groups in zip(self._optimizers, self._begun.get("groups", ()), strict=False):
             yield from zip(optimizer.param_groups, groups, counters(optimizer), strict=False)
 
     def _scheduled(self, group: Mapping[str, Any], counted: Mapping[str, Any]) -> dict[str, Any]:
-        """The entries of a group that schedulers and refreshes change."""
-        # Without such a scheduler, options are those of one that steps once an epoch.
+        """The entries of a group that schedulers and subspace refreshes change."""
+        # Without a step-wise scheduler, options change between rounds only, so a client's end state leaves them out.
         left_out = {*_OF_ONE_CLIENT, *counted} if self._schedulers else group.keys() - {*_COUNTS_OF_REFRESHES}
         return {name: value for name, value in group.items() if name not in left_out}
 
@@ -267,22 +267,22 @@ class ClientOptimizers:
             scheduler.load_state_dict(copy.deepcopy(state))
 
     def state_dict(self) -> dict[str, Any]:
-        """What a run resumed inside the round needs."""
+        """The state for a run that is resumed inside the round."""
         return {"begun": self._begun, "furthest": self._furthest, "most_steps": self._most_steps}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from `state_dict`'s result."""
+        """Restore the result of `state_dict`."""
         self._begun, self._furthest, self._most_steps = state["begun"], state["furthest"], state["most_steps"]
 
-    # A client's moments
+    # Clients' moments
 
     def forget(self, state: State, round_number: int) -> None:
-        """Drop moments of factors, or in a subspace, that the method has drawn again since (`ChangesBase.drawn_in`)."""
+        """Drop moments of factors or subspaces that the method has redrawn since (`ChangesBase.drawn_in`)."""
         if self._keeps:
             state.update(self._current(state, round_number), **{_CURRENT_IN: round_number})
 
     def _current(self, state: State, round_number: int) -> State:
-        """The kept moments that are still of their parameters' present meaning."""
+        """The kept moments whose parameters the method has not redrawn since."""
         last = state.get(_CURRENT_IN, -1)
         gone = [
             {
@@ -305,7 +305,7 @@ class ClientOptimizers:
         return current
 
     def begin(self, states: Sequence[State], stacked: bool) -> None:
-        """Give optimizers the moments with which clients start: fresh ones, or those that `keep` has put into states.
+        """Load clients' initial moments into the optimizers: fresh ones, or those that `keep` saved in ``states``.
 
         Clients that are ``stacked`` have one `key`; another client begins with the optimizers' own attributes too.
         """
@@ -318,26 +318,26 @@ class ClientOptimizers:
             parameters = _parameters_of(optimizer)
             for index in kept[0]:
                 each = [of_client[index] for of_client in kept]
-                # Copies, because a client that fails keeps what it had.
+                # Copies, so that a client that fails keeps its previous moments.
                 optimizer.state[parameters[index]] = _stack(each) if stacked else _part(each[0])
             counted = states[0].get("counters", {}).get(number, ())
             for group, values in zip(optimizer.param_groups, counted, strict=False):
                 group.update(copy.deepcopy(values))
-            # A projected optimizer's groups say in which subspaces the kept moments are.
+            # A projected optimizer's group lists the subspaces that its moments belong to.
             subspaces = states[0].get("subspaces", {}).get(number)
             for position, group in enumerate(optimizer.param_groups):
                 if "subspaces" in group:
                     group["subspaces"] = subspaces[position] if subspaces else (None,) * len(group["params"])
 
     def keep(self, state: State, place: int | None = None) -> None:
-        """Put the moments with which a client ends into its kept state, given its ``place`` in stacks if any."""
+        """Save a client's final moments in its ``state``; ``place`` is its row in stacks, ``None`` if it is alone."""
         if not self._keeps:
             return
         if place is None and any(attributes := self._attributes.copied()):
             state["attributes"] = attributes
         state["optimizers"] = {
             number: {
-                # Not the optimizer's own dictionary, whose tensors Lightning moves to the CPU at the end of a fit.
+                # A copy, because Lightning moves the optimizer's own tensors to the CPU at the end of a fit.
                 index: dict(optimizer.state[parameter]) if place is None else _part(optimizer.state[parameter], place)
                 for index, parameter in enumerate(_parameters_of(optimizer))
                 if parameter.requires_grad and optimizer.state.get(parameter, {CHANGE: None}).keys() != {CHANGE}
@@ -364,7 +364,7 @@ def _changed_in_steps(client: int, name: str, value: Any) -> MisconfigurationExc
 
 
 class _Attributes:
-    """The optimizers' own attributes and state as `configure_optimizers` made them, for each client to begin with.
+    """Attributes and state of the optimizers as `configure_optimizers` made them, from which each client begins.
 
     Attributes are counters, slow weights or an optimizer inside. Modules are shared, and generators of random numbers
     go on.
@@ -372,7 +372,7 @@ class _Attributes:
 
     def __init__(self, optimizers: Sequence[Optimizer], keeps: bool) -> None:
         self._optimizers = optimizers
-        # Those of this package hold nothing of a client's.
+        # This package's optimizers keep no attribute that belongs to a client.
         self._names = [
             set()
             if isinstance(optimizer, (ProjectedSGD, ProjectedAdamW))
@@ -403,7 +403,7 @@ class _Attributes:
             ) from error
 
     def _copied(self, optimizer: Optimizer, value: Any) -> Any:
-        """A copy that holds the same parameters, groups and generators."""
+        """A deep copy that shares parameters, groups, modules and generators with the original."""
         same = [optimizer, optimizer.param_groups, *optimizer.param_groups, *_parameters_of(optimizer)]
         lasting = (torch.Generator, nn.Module)
         held = [
@@ -411,7 +411,8 @@ class _Attributes:
         ]
         same += [item for item in held if isinstance(item, lasting)]
         memo: dict[int, Any] = {id(item): item for item in same}
-        # What torch copies of an optimizer is its state and groups alone.
+        # copy.deepcopy() copies an optimizer by its state and groups only, so copy the attributes of inner optimizers
+        # here.
         inside = [item for item in held if isinstance(item, Optimizer) and item is not optimizer]
         memo |= {id(item): type(item).__new__(type(item)) for item in inside}
         for item in inside:
@@ -419,18 +420,18 @@ class _Attributes:
         return copy.deepcopy(value, memo)
 
     def copied(self) -> list[dict[str, Any]]:
-        """Copies of the optimizers' own attributes."""
+        """Copies of the optimizers' attributes beyond those that torch defines."""
         return [
             self._copied(optimizer, {name: vars(optimizer)[name] for name in names if name in vars(optimizer)})
             for optimizer, names in zip(self._optimizers, self._names, strict=True)
         ]
 
     def begin(self, kept: Sequence[Mapping[str, Any]] | None) -> None:
-        """Give the optimizers copies of a client's kept attributes, or of the first ones, and their first state."""
+        """Load copies of a client's kept attributes, or of the initial ones, and the initial state."""
         first = self._initial if kept is None else kept
         for optimizer, names, own, state in zip(self._optimizers, self._names, first, self._states, strict=True):
             if names:
-                # Its groups may be those of an optimizer inside.
+                # Copied, because an inner optimizer may share the outer one's groups.
                 copied = self._copied(optimizer, dict(own))
                 for name in vars(optimizer).keys() - _OF_EVERY_OPTIMIZER - copied.keys():
                     del vars(optimizer)[name]
@@ -444,7 +445,7 @@ def _is_counted(name: str, value: Any) -> bool:
 
 
 def _without(groups: Sequence[Sequence[Any]], gone: Collection[int]) -> list[tuple[Any, ...]]:
-    """The subspaces of a projected optimizer's groups, none for the parameters of these numbers."""
+    """A projected optimizer's subspaces, with ``None`` for the parameters whose numbers are ``gone``."""
     places = itertools.count()
     return [tuple(None if next(places) in gone else entry for entry in group) for group in groups]
 
@@ -454,13 +455,13 @@ def _stack(states: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 
 
 def _part(state: Mapping[str, Any], place: int | None = None) -> dict[str, Any]:
-    # Weights of a client that is done have their changes.
+    # Deferred changes have been added to the weights of a client that is done.
     state = {name: value for name, value in state.items() if name != CHANGE}
     return _copied(state, lambda name: (state[name] if place is None else state[name][place]).clone())
 
 
 def _copied(state: Mapping[str, Any], own: Callable[[str], Tensor]) -> dict[str, Any]:
-    """Copy a parameter's state, with what ``own`` returns by name for that which is a client's own."""
+    """Copy a parameter's state: shared entries as they are, a client's own entries by ``own(name)``."""
 
     def copied(name: str, value: Any) -> Any:
         if not is_shared(name, value):

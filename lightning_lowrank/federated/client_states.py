@@ -1,4 +1,4 @@
-"""What clients keep between rounds, in memory or on disk.
+"""The states that clients keep between rounds, in memory or on disk.
 
 A state is a nested dictionary of tensors and plain Python. `ClientStates` holds those of a simulation's clients and
 writes the least recently used ones to disk when all of them exceed a limit. A real site keeps its own with `save` and
@@ -25,7 +25,7 @@ _FOLDER = "lightning_lowrank_clients_"
 
 
 def size(value: Any) -> int:
-    """Return the bytes of all tensors in nested dictionaries, lists and tuples.
+    """The total bytes of all tensors in nested dictionaries, lists and tuples.
 
     Example:
         >>> size({"a": torch.zeros(3), "b": [torch.zeros(2, dtype=torch.int64), 5]})
@@ -39,7 +39,7 @@ def size(value: Any) -> int:
 
 
 def flatten_state(value: Any) -> tuple[list[Any], list[Tensor]]:
-    """Describe nested dictionaries, lists and tuples in plain lists, with their tensors apart.
+    """Separate nested dictionaries, lists and tuples into a plain description and a list of tensors.
 
     Returns:
         The description, which JSON can hold as well, and the tensors in the order in which it numbers them.
@@ -69,7 +69,7 @@ def flatten_state(value: Any) -> tuple[list[Any], list[Tensor]]:
 
 
 def unflatten_state(description: list[Any], tensors: Sequence[Tensor]) -> Any:
-    """Return what `flatten_state` was given, with these tensors."""
+    """The nested value that `flatten_state` described, with ``tensors`` in place."""
     kind, content = description
     if kind == "tensor":
         return tensors[content]
@@ -82,7 +82,7 @@ def unflatten_state(description: list[Any], tensors: Sequence[Tensor]) -> Any:
 
 
 def save(value: Mapping[str, Any], path: Path, part: Path | None = None) -> None:
-    """Write ``value`` to ``path``, by way of a second file, so that a write that fails leaves the first one whole.
+    """Write ``value`` to ``path`` by way of a temporary file, so that a failed write leaves the previous file intact.
 
     Args:
         value: Nested dictionaries, lists and tuples of tensors and plain Python.
@@ -93,13 +93,13 @@ def save(value: Mapping[str, Any], path: Path, part: Path | None = None) -> None
     metadata = {"structure": json.dumps(description), "devices": json.dumps([str(each.device) for each in tensors])}
     stored = {str(number): each.cpu().contiguous().clone() for number, each in enumerate(tensors)}
     unfinished = path.with_suffix(".part") if part is None else part
-    # save_file() writes a file of a random name first, which a process that is killed leaves behind.
+    # save_file() would write to a temporary file of random name, which a killed process leaves behind.
     unfinished.write_bytes(safetensors.torch.save(stored, metadata=metadata))
     unfinished.replace(path)
 
 
 def load(path: Path) -> dict[str, Any]:
-    """Return what `save` wrote, the tensors on the devices that they were on."""
+    """The value that `save` wrote, with tensors on their previous devices."""
     with safetensors.safe_open(path, framework="pt") as file:
         metadata = file.metadata()
         devices = json.loads(metadata["devices"])
@@ -108,7 +108,7 @@ def load(path: Path) -> dict[str, Any]:
 
 
 class ClientStates:
-    """What the clients of a simulation keep between rounds; a client that keeps nothing takes no memory.
+    """The states of a simulation's clients between rounds; an empty state takes no memory.
 
     Args:
         states: What clients keep, by their ids.
@@ -125,7 +125,7 @@ class ClientStates:
             for each in Path(tempfile.gettempdir()).glob(f"{_FOLDER}*~*")
         )
         self._on_disk: set[int] = set()
-        # The order of the dictionary is that of last use.
+        # Ordered by last use, the least recent first.
         self._present: dict[int, State] = dict(states or {})
 
     def __getitem__(self, client: int) -> State:
@@ -148,7 +148,7 @@ class ClientStates:
         return Path(self._folder.name) / f"client_{client}.safetensors"
 
     def items(self) -> Iterator[tuple[int, State]]:
-        """Iterate over the clients that keep something, in ascending id; what is on disk stays there."""
+        """Iterate over clients with a state, by ascending id; states on disk stay on disk."""
         for client in sorted(self._present.keys() | self._on_disk):
             if client in self._on_disk:
                 yield client, load(self._path(client))
@@ -156,7 +156,7 @@ class ClientStates:
                 yield client, self._present[client]
 
     def offload(self) -> None:
-        """Forget clients that keep nothing, and put on disk what is beyond the limit."""
+        """Drop empty states, and write to disk the states beyond the memory limit."""
         self._present = {client: state for client, state in self._present.items() if state}
         if self._limit is None:
             return

@@ -1,4 +1,4 @@
-"""The server's half of the rounds, and the exchange of a simulation."""
+"""The server's half of rounds, and the in-process exchange of a simulation."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ from lightning_lowrank.seeding import derive_seed
 
 
 class Coordinator(Exchange):
-    """Runs the server's half of the method over the list of stages, in the process of a simulation's clients.
+    """Runs the method's server hooks and the stages, in the same process as a simulation's clients.
 
     Between real sites the server has one too, of which it uses the server's half alone.
 
@@ -63,13 +63,14 @@ class Coordinator(Exchange):
         settings, server, drawing = parts.settings, parts.server, parts.drawing
         attackers = Attackers(settings.attackers, parts.samples, server.seed) if settings.attackers else None
         private = private_mean(settings, server, drawing) if settings.privacy and drawing else None
-        # Late messages are refused before any other stage sees them. Attackers forge what the later stages see.
+        # Late messages are refused first, before another stage sees them. Attackers come next, so that later stages see
+        # forged ones.
         stages = (parts.clock, attackers, *settings.stages, private, parts.ledger)
         return [stage for stage in stages if stage is not None]
 
     @property
     def _sees_messages(self) -> bool:
-        """Whether a stage reads or changes messages, so that none may be left out."""
+        """Whether a stage reads or changes messages, so that each message must be made."""
         return any(map(sees_messages, self.stages))
 
     @override
@@ -79,7 +80,7 @@ class Coordinator(Exchange):
             self._check_cohort(self._drawing.least)
 
     def _check_cohort(self, clients: int) -> None:
-        """Refuse cohorts of so many clients if they are too small for the aggregator.
+        """Refuse a cohort of ``clients`` that is too small for the aggregator.
 
         Raises:
             MisconfigurationException: If they are.
@@ -95,7 +96,7 @@ class Coordinator(Exchange):
         advice = static_batch_norm_advice(self.algorithm, trainer, module, settings.buffers)
         return advice + (local_part_advice(self.algorithm) if settings.personal_test is None else [])
 
-    # A round's beginning
+    # Begin of a round
 
     @override
     def begin_round(self, plan: RoundPlan, live: Mapping[str, Tensor], idle: int) -> None:
@@ -116,7 +117,7 @@ class Coordinator(Exchange):
             self.ledger.add_idle(idle * self.broadcasts.packet(self.any_client).nbytes)
 
     def _follow(self, trained: dict[str, Tensor]) -> None:
-        """Train these parameters from this round on, which a callback may have changed."""
+        """Follow a change of the trained parameters, such as by a callback that thaws layers."""
         server, before = self.server, self._trained
         objects, earlier = ({name: id(value) for name, value in each.items()} for each in (trained, before or {}))
         if objects == earlier and before is not None:
@@ -136,7 +137,7 @@ class Coordinator(Exchange):
         for stage in self.stages:
             stage.absent(client)
 
-    # The way down
+    # Downlink
 
     @property
     def any_client(self) -> ClientInfo:
@@ -155,17 +156,17 @@ class Coordinator(Exchange):
 
     @property
     def sends_global_model(self) -> bool:
-        """Whether every client is sent the global model as it is, so that clients may be given it without a message."""
+        """Whether every client receives the unchanged global model, so that no message needs to be made."""
         own = inherits(self.algorithm, "broadcast") and not self.server.announcement
         return own and not self.settings.downlink and not self.settings.uplink and not self._sees_messages
 
     def send_global_model(self, clients: Sequence[ClientInfo]) -> None:
-        """Send clients the global model, which they are given by the caller; see `sends_global_model`."""
+        """Record that clients received the global model, which the caller loads; see `sends_global_model`."""
         nbytes = self.broadcasts.packet(clients[0]).nbytes
         for client in clients:
             self.note_sent(client, nbytes)
 
-    # The way up
+    # Uplink
 
     @override
     def receive(self, client: ClientContext, packet: Packet) -> Exception | None:
@@ -176,23 +177,23 @@ class Coordinator(Exchange):
         return refused
 
     def refused(self, client: ClientInfo, steps: int, nbytes: int) -> Exception | None:
-        """The reason of the first stage that refuses a message of so many bytes, if one does."""
+        """The first stage's reason to refuse a message of ``nbytes``; ``None`` if no stage refuses."""
         answers = (stage.answered(client, steps, nbytes) for stage in self.stages)
         return next((reason for reason in answers if reason is not None), None)
 
     def take(self, client: ClientInfo, tensors: Mapping[str, Tensor]) -> None:
-        """Let the stages and the method receive a client's decoded message."""
+        """Pass a client's decoded message to the stages and the method."""
         self.answers.answered.append(client.id)
         message = Message(self.broadcasts.rebased(client, tensors))
         self._take(Arrival(client, message, self.settings.weight_of(client), self.origin_of))
         self.broadcasts.forget(client.id)
 
     def _take(self, arrival: Arrival) -> None:
-        """Receive an arrival, now or at the round's end."""
+        """Receive an arrival; a subclass may postpone that to the round's end."""
         self._pass_on(arrival)
 
     def _pass_on(self, arrival: Arrival, first: int = 0) -> None:
-        """Hand an arrival to the stages from place ``first`` on, and then to the method."""
+        """Pass an arrival to the stages from position ``first`` on, then to the method."""
         found: Arrival | None = arrival
         for stage in self.stages[first:]:
             found = stage.arrived(arrival)
@@ -202,28 +203,28 @@ class Coordinator(Exchange):
         self.algorithm.receive(self.server, arrival.client, arrival.message, arrival.weight)
 
     def origin_of(self, client: ClientInfo) -> Mapping[str, Tensor]:
-        """The values, by name, of which a client's message has the change, as the client received them."""
+        """The reference values, by name, for the change in a client's message, as the client received them."""
         return self.broadcasts.origin_of(client)
 
     def exact_origin_of(self, client: ClientInfo) -> Mapping[str, Tensor]:
-        """The same values without the losses of the downlink."""
+        """The reference values without the losses of the downlink."""
         return self.broadcasts.exact_origin_of(client)
 
     def form_of(self, client: ClientInfo) -> Message:
-        """A message of the round with the names, shapes, types and codec of a client's, without its values."""
-        # Copies, for the module may hold a client's values, or the global model for stacked clients.
+        """A template of the client's message: the same names, shapes, types and codec, without its values."""
+        # Copies, because the module may hold a client's values, or the global model while clients step together.
         model = detached(trained_tensors(self.server.base.module))
         return self.untrained(client, self.broadcasts.packet(client).received, model)
 
     def untrained(self, client: ClientInfo, received: Mapping[str, Tensor], model: Mapping[str, Tensor]) -> Message:
-        """The message that a client sends if it makes no step.
+        """The message that a client would send after no step.
 
         Args:
             client: The client.
             received: Its broadcast.
             model: The values that the method's `Algorithm.begin` changes.
         """
-        # The client's half may change its base's state.
+        # A copy of the state, because the method's `begin` may change it.
         base = dataclasses.replace(self.server.base, state=dict(self.server.base.state))
         state = Personal.of(self.algorithm).stand_in(self.server, client)
         context = ClientContext(**vars(client), base=base, model=model, state=state, steps=1)
@@ -232,14 +233,14 @@ class Coordinator(Exchange):
 
     @property
     def averages_models(self) -> bool:
-        """Whether stacks of clients' values may be handed over in place of their messages."""
+        """Whether stacks of clients' values may be averaged directly, without a message for each client."""
         own = inherits(self.algorithm, "end", "receive") and not self._sees_messages
         return own and not self.settings.uplink and not self.broadcasts.rebases
 
     def receive_stacks(
         self, clients: Sequence[ClientContext], stacks: Mapping[str, Tensor], message: Message
     ) -> dict[int, Exception]:
-        """Receive what several clients send, stacked ``[clients, …]``, of whom the first sends ``message``.
+        """Receive the values of several clients, stacked ``[clients, …]``; ``message`` is the first client's message.
 
         Returns:
             For clients of whom nothing is received, the reason.
@@ -272,7 +273,7 @@ class Coordinator(Exchange):
             self.answers.check_rest()
 
     def checkpoint(self) -> Callable[[], None]:
-        """A function that puts the server back to where it is now.
+        """A function that restores the server's present state.
 
         That holds for what is replaced: tensors that were changed in place, and announcements, stay.
         """
@@ -286,7 +287,7 @@ class Coordinator(Exchange):
 
         return undo
 
-    # A round's end
+    # End of a round
 
     @override
     def end_round(self, optimizers: ClientOptimizers, steps: int) -> int:
@@ -294,7 +295,7 @@ class Coordinator(Exchange):
         return steps
 
     def aggregate(self) -> None:
-        """Fold the round's arrivals into the global model.
+        """Aggregate the round's arrivals into the global model.
 
         Raises:
             MisconfigurationException: If there are too few, or the result is not finite.
@@ -324,18 +325,18 @@ class Coordinator(Exchange):
         self._forget_round()
 
     def pass_over(self) -> None:
-        """End the round without an answer, with the global model of its beginning."""
+        """End a round without answers; the global model stays as it was."""
         self.server.announcement, self.server.encoded = {}, b""
         self._forget_round()
 
     def _forget_round(self) -> None:
-        """Let go of the arrivals and packets of a round that is over."""
+        """Drop the arrivals and packets of a finished round."""
         self.server.aggregator = self.server.aggregator.fresh()
         self.broadcasts.end_round()
         self.answers.end_round()
 
     def _has_whole_model(self, client: int, state: State) -> bool:
-        """Whether a client's own model is the global one with the client's own tensors in their places."""
+        """Whether a client's personal model is the global model with some tensors replaced by the client's own."""
         if isinstance(self.algorithm, UnequalClients):
             return self.algorithm.has_whole_model(self.server, self.info(client), state)
         return inherits(self.algorithm, "personal_model")
@@ -364,10 +365,11 @@ class Coordinator(Exchange):
             **super().state_dict(),
             **server.state_dict(),
             "trained": list(self._trained or ()),
-            # Not every way to write a checkpoint keeps which tensors are one.
+            # Some checkpoint formats lose which tensors are shared, so list the aliases.
             "aliases": aliases(server.base.module),
             "stages": _states(self.stages),
-            # Of others, a client's own tensors make its model. Some clients' tensors the server alone keeps.
+            # Clients whose personal model cannot be built from the global one. The server alone keeps some clients'
+            # tensors ("pairs").
             "unlike": [
                 client
                 for client in sorted({*states, *server.state.get("pairs", {})})
@@ -380,11 +382,11 @@ class Coordinator(Exchange):
         super().load_state_dict(state, to_device)
         self.server.load_state_dict(state, to_device)
         for name, parameter in self.server.base.module.named_parameters():
-            # Callbacks that thaw parameters in an epoch do not thaw them again in a run that is resumed later.
+            # A callback that thaws parameters in some epoch does not do so again in a run that is resumed later.
             if name in state["trained"]:
                 parameter.requires_grad_(True)
         for stage in self.stages:
-            # An older checkpoint, or a changed list of stages, has none of it.
+            # Absent in an older checkpoint, or after a change of the list of stages.
             if stage.state_key in state["stages"]:
                 stage.load_state_dict(to_device(state["stages"][stage.state_key]))
 

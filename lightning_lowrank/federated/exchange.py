@@ -1,4 +1,4 @@
-"""The exchange of a round's messages between the clients and the server.
+"""The exchange of a round's messages between clients and server.
 
 Executions and `Rounds` know the server by an `Exchange` alone. There are three:
 
@@ -37,7 +37,7 @@ Stage = TypeVar("Stage", bound=RoundStage)
 
 @dataclass(frozen=True)
 class Parts:
-    """The parts of an experiment that an exchange connects.
+    """The objects that an exchange connects.
 
     Args:
         settings: The experiment's settings.
@@ -61,7 +61,7 @@ class Parts:
 
 
 class Exchange(ABC):
-    """The clients' end of a round's messages, and five methods by which it reaches the server.
+    """The clients' interface to the server: five methods, by which they exchange a round's messages.
 
     - `begin_round`: the server begins a round.
     - `send`: the server sends a client its broadcast.
@@ -92,19 +92,19 @@ class Exchange(ABC):
 
     @abstractmethod
     def _make_stages(self, parts: Parts) -> list[RoundStage]:
-        """The stages that the settings ask for, in the order in which they see messages."""
+        """The stages that the settings ask for, in order of processing."""
 
     def find(self, kind: type[Stage]) -> Stage | None:
-        """The stage of a class, if there is one."""
+        """The first stage that is an instance of ``kind``, if any."""
         return next((stage for stage in self.stages if isinstance(stage, kind)), None)
 
     @property
     def private(self) -> PrivateMean | None:
-        """The stage of ``settings.privacy``, if this process has one."""
+        """The stage of ``settings.privacy``, if any."""
         return self.find(PrivateMean)
 
     def setup(self, continues: bool = False) -> None:
-        """Let the method and the wire look at the module and its optimizers, before the first round of a fit.
+        """Set up the method and the wire for the module and its optimizers, before a fit's first round.
 
         Args:
             continues: Whether the method, as an object, has looked at the module in an earlier fit of the experiment.
@@ -121,10 +121,10 @@ class Exchange(ABC):
         self.infinite = frozenset(name for name, value in buffers.items() if not_finite({name: value}))
 
     def notes(self, trainer: Any) -> list[str]:
-        """What a user should know of how the global model will behave with this method, one sentence each."""
+        """Notes for the user on the global model's behaviour with this method, one sentence each."""
         return []
 
-    # The five methods
+    # Methods that reach the server
 
     @abstractmethod
     def begin_round(self, plan: RoundPlan, live: Mapping[str, Tensor], idle: int) -> None:
@@ -138,11 +138,11 @@ class Exchange(ABC):
 
     @abstractmethod
     def send(self, client: ClientInfo) -> Message:
-        """Send a client its broadcast: the message as the client receives it."""
+        """Send a client its broadcast, and return the message as the client receives it."""
 
     @abstractmethod
     def receive(self, client: ClientContext, packet: Packet) -> Exception | None:
-        """Have the server receive what a client sends.
+        """Pass a client's packet to the server.
 
         Returns:
             The reason for which it is refused, such as its lateness; ``None`` if it is not.
@@ -150,11 +150,11 @@ class Exchange(ABC):
 
     @abstractmethod
     def show_global(self, live: Mapping[str, Tensor]) -> None:
-        """Put the global model into the module's live values."""
+        """Load the global model into the module's live values."""
 
     @abstractmethod
     def end_round(self, optimizers: ClientOptimizers, steps: int) -> int:
-        """Have the server make the round's answers the new global model.
+        """Have the server aggregate the round's answers into a new global model.
 
         Args:
             optimizers: The clients' optimizers, whose schedules continue from the client with the most steps.
@@ -164,15 +164,15 @@ class Exchange(ABC):
             That number in all processes that share the round.
         """
 
-    # The clients' end
+    # Methods of the clients' end
 
     def info(self, client: int, round_number: int | None = None) -> ClientInfo:
-        """What the server knows of a client, by default in the present round."""
+        """A client's `ClientInfo`, by default for the present round."""
         number = self.server.round if round_number is None else round_number
         return ClientInfo(client, int(self.samples[client]), number, self.server.seed)
 
     def context(self, client: int, model: Mapping[str, Tensor], steps: int = 0) -> ClientContext:
-        """What a client's half may read, given its live values and its number of steps in the round."""
+        """A client's `ClientContext`, given its live values and its number of steps in the round."""
         return ClientContext(
             **vars(self.info(client)),
             base=self.server.base,
@@ -183,12 +183,12 @@ class Exchange(ABC):
         )
 
     def began(self, client: ClientContext) -> None:
-        """Let the stages see a client that has begun the round."""
+        """Notify the stages that a client has begun the round."""
         for stage in self.stages:
             stage.began(client)
 
     def pack(self, client: ClientContext, message: Message) -> Packet:
-        """A client's message as it crosses the wire.
+        """Encode a client's message for the uplink.
 
         Raises:
             NotFiniteError: If it holds numbers that are not finite, before the codecs or after them.
@@ -208,7 +208,7 @@ class Exchange(ABC):
         return packet
 
     def drop(self, client: int, state: State, error: Exception) -> None:
-        """Continue without a client that failed, which keeps its ``state`` of before the round.
+        """Continue without a client that failed, and restore its ``state`` of before the round.
 
         Raises:
             MisconfigurationException: If too few clients are left.
@@ -218,24 +218,24 @@ class Exchange(ABC):
         self.answers.fail(client, error)
 
     def figures(self) -> dict[str, float]:
-        """What the stages log of the round."""
+        """The round's logged figures of all stages."""
         return {}
 
     def state_of_transfers(self) -> dict[str, Any]:
-        """The part of `state_dict` that changes as clients are sent their broadcasts, or are dropped."""
+        """The part of `state_dict` that changes when clients are sent their broadcasts or fail."""
         return {"received": dict(self._received), "failed": dict(self.answers.failed)}
 
     def state_dict(self) -> dict[str, Any]:
-        """What a resumed run needs, as tensors and plain Python."""
+        """The state for a resumed run, as tensors and plain Python."""
         return {
             **self.state_of_transfers(),
             "clients": dict(self.states.items()),
-            # Processes that share a round have them in another order.
+            # Sorted, because the order differs between processes that share a round.
             "answered": sorted(self.answers.answered),
         }
 
     def load_state_dict(self, state: Mapping[str, Any], to_device: Callable[[Any], Any]) -> None:
-        """Continue from the result of `state_dict`, of which the caller gives `states` the clients' states."""
+        """Restore the result of `state_dict`; the caller has loaded the clients' states into `states`."""
         self._received = to_device(state["received"])
         self.answers.failed, self.answers.answered = dict(state["failed"]), list(state["answered"])
         for _, kept in self.states.items():

@@ -1,4 +1,4 @@
-"""Clients that fail in a round: whose an error is, which updates are not numbers, and whether enough others answer."""
+"""Client failures in a round: attribution of errors, non-finite updates, and the required number of answers."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from torch import Tensor
 
 from lightning_lowrank.federated.state import Server
 
-# torch raises most of these as a RuntimeError.
+# Phrases in messages: torch raises most of these as a plain RuntimeError.
 _OF_MEMORY = ("out of memory", "can't allocate memory", "not enough memory")
 _PACKAGE = Path(__file__).parents[1]
 _OF_THE_MACHINE = (*_OF_MEMORY, "CUDA error")
 
 
 class ClientsFailed(Exception):
-    """The clients of these ids failed, by ``error``."""
+    """Raised if clients failed; has their ids and the original ``error``."""
 
     def __init__(self, clients: Sequence[int], error: Exception) -> None:
         super().__init__(clients, error)
@@ -31,29 +31,29 @@ class ClientsFailed(Exception):
 
 
 class NotFiniteError(ValueError):
-    """A client's update holds numbers that are not finite."""
+    """Raised if a client's update has non-finite numbers."""
 
 
 def is_of_a_client(error: Exception) -> bool:
-    """Return whether an error is one client's, and not one of the settings, of memory or of the device."""
+    """Whether an error belongs to one client, and not to the settings, memory or the device."""
     return not isinstance(error, (MisconfigurationException, MemoryError, StopIteration)) and not any(
         sign in str(error) for sign in _OF_THE_MACHINE
     )
 
 
 def is_of_memory(error: BaseException) -> bool:
-    """Return whether an error says that there is not enough memory."""
+    """Whether an error reports a lack of memory."""
     return isinstance(error, MemoryError) or any(sign in str(error) for sign in _OF_MEMORY)
 
 
 def is_of_lone_sample(error: BaseException) -> bool:
-    """Return whether an error is BatchNorm's, for a batch of one sample in training."""
+    """Whether an error is BatchNorm's complaint about a training batch with a single sample."""
     return isinstance(error, ValueError) and "more than 1 value per channel" in str(error)
 
 
 @contextmanager
 def turn_of(*clients: int) -> Iterator[None]:
-    """Raise a `ClientsFailed` for an error of what is the clients' own."""
+    """Convert an error in the code of ``clients`` to `ClientsFailed`."""
     try:
         yield
     except ClientsFailed:
@@ -65,12 +65,12 @@ def turn_of(*clients: int) -> Iterator[None]:
 
 
 def described(error: Exception) -> str:
-    """Return an error's type, message and place in a line."""
+    """An error's type, message and code position, in one line."""
     text = " ".join(f"{type(error).__name__}: {error}".split())
     frames = traceback.extract_tb(error.__traceback__)
     if isinstance(error, NotFiniteError) or not frames:
         return str(error)
-    # The user's line says more than torch's below it.
+    # The user's line of code tells more than torch's lines below it.
     own = [each for each in frames if not Path(each.filename).is_relative_to(_PACKAGE) and not _is_installed(each)]
     frame = (own or frames)[-1]
     return f"{text[:300]} ({Path(frame.filename).name}:{frame.lineno})"
@@ -81,7 +81,7 @@ def _is_installed(frame: traceback.FrameSummary) -> bool:
 
 
 def named(clients: Sequence[int]) -> str:
-    """Return clients' ids in a few words.
+    """Clients' ids in words.
 
     Example:
         >>> named([3]), named([1, 4])
@@ -92,7 +92,7 @@ def named(clients: Sequence[int]) -> str:
 
 @torch.no_grad()
 def not_finite(tensors: Mapping[str, Tensor], allowed: Collection[str] = ()) -> str | None:
-    """Return the name of the first tensor, but for those of ``allowed``, that holds a number that is not finite.
+    """The name of the first tensor with a non-finite number, except for ``allowed`` names; ``None`` if there is none.
 
     Where there is none, the device is synchronised once.
 
@@ -108,7 +108,7 @@ def not_finite(tensors: Mapping[str, Tensor], allowed: Collection[str] = ()) -> 
 
 @torch.no_grad()
 def rows_not_finite(stacks: Mapping[str, Tensor], allowed: Collection[str] = ()) -> dict[int, str]:
-    """Return those rows of ``[clients, …]`` stacks that `not_finite` would name, with the first tensor of each."""
+    """Rows of ``[clients, …]`` stacks with non-finite numbers, each with the name of the first such tensor."""
     checked = {
         name: _wide(stack.detach()).reshape(len(stack), -1)
         for name, stack in stacks.items()
@@ -128,22 +128,22 @@ def _may_fail(value: Tensor) -> bool:
 
 
 def _wide(value: Tensor) -> Tensor:
-    # torch computes with no type of one byte.
+    # torch has no arithmetic for types of one byte.
     return value.float() if value.element_size() == 1 else value
 
 
 def _total_is_finite(values: Iterable[Tensor]) -> bool:
-    """Return whether the sum of all numbers is finite, and with it each of them; finite ones may overflow."""
+    """Whether the sum of all numbers is finite; if so, each number is. A sum of finite numbers may overflow."""
     totals: dict[torch.device, Any] = {}
     for value in values:
-        # On a CPU, numbers of Python's are added faster.
+        # On the CPU, adding Python numbers is faster.
         total = value.sum().item() if value.is_cpu else value.sum()
         totals[value.device] = totals.get(value.device, 0) + total
     return all(cmath.isfinite(complex(total)) for total in totals.values())
 
 
 class Answers:
-    """Which clients of a round's cohort have answered, and why others have not.
+    """The answers and failures of a round's cohort.
 
     Args:
         server: The server, which has the round's number and cohort.
@@ -161,22 +161,22 @@ class Answers:
         self._diverged: set[int] = set()
 
     def begin_round(self) -> None:
-        """Forget the last round's."""
+        """Clear the previous round's answers and failures."""
         self.failed, self.answered, self._first_error, self._diverged = {}, [], None, set()
 
     def end_round(self) -> None:
-        """Let go of the first error, whose traceback keeps the failed step alive."""
+        """Drop the first error, whose traceback keeps the failed step's tensors alive."""
         self._first_error = None
 
     def fail(self, client: int, error: Exception) -> None:
-        """Count a client as failed by ``error``."""
+        """Record a client's failure."""
         self.failed[client] = described(error)
         self._first_error = self._first_error or error
         if isinstance(error, NotFiniteError):
             self._diverged.add(client)
 
     def check_rest(self) -> None:
-        """Refuse a round whose clients that have not failed are too few.
+        """Raise if the clients that have not failed are too few for the round.
 
         Raises:
             MisconfigurationException: As `check`.
@@ -184,7 +184,7 @@ class Answers:
         self.check(len(self._server.cohort) - len(self.failed))
 
     def check(self, count: int) -> None:
-        """Refuse a round of so many answers if it needs more.
+        """Raise if ``count`` answers are too few for the round.
 
         Raises:
             MisconfigurationException: If it does. Its cause is the first client's error.
@@ -196,7 +196,7 @@ class Answers:
             ) from self._first_error
 
     def _reasons(self) -> str:
-        """Why clients failed, each reason once."""
+        """The reasons of failures, each listed once with its clients."""
         alike: dict[str, list[int]] = {}
         for client, reason in self.failed.items():
             alike.setdefault(reason, []).append(client)
@@ -206,7 +206,7 @@ class Answers:
         return f".{reasons}{self._remedy()}"
 
     def _remedy(self) -> str:
-        """What helps clients that diverge, if all failures of the round are of numbers that are not finite."""
+        """Advice for diverged training, if all failures of the round are non-finite updates."""
         if not self._diverged or len(self._diverged) < len(self.failed):
             return ""
         return (

@@ -1,4 +1,4 @@
-"""What changes the result of a run, as plain Python that its checkpoints keep, and how two runs differ in it.
+"""Fingerprints: the settings that affect a run's result, as plain Python in checkpoints, and their comparison.
 
 An argument is part of it unless its field says otherwise: ``field(metadata=SAME_RESULT)`` in a dataclass, or
 `Configured.result_arguments`.
@@ -47,7 +47,7 @@ _OF_THE_TRAINER = (
 
 
 def describe(value: Any, depth: int = 0) -> Any:
-    """Return plain Python that is the same for equal values, in every process.
+    """A description in plain Python, equal for equal values in every process.
 
     Objects are dictionaries of their class's name and their arguments; tensors, arrays and long lists are digests, and
     functions their names.
@@ -113,12 +113,12 @@ def _entries(value: Any) -> int:
 
 
 def digest(description: Any) -> str:
-    """Return a short digest of a description."""
+    """A short digest of a description."""
     return hashlib.blake2b(repr(description).encode(), digest_size=8).hexdigest()
 
 
 def fingerprint(settings: FederatedSettings, trainer: Any, clients: int) -> dict[str, Any]:
-    """Return what changes a run's result, apart from its data.
+    """The settings that affect a run's result, data left out.
 
     Args:
         settings: The experiment's settings.
@@ -156,7 +156,7 @@ def _module(module: Any) -> dict[str, Any]:
     return {
         "trained": f"{len(trained)} parameters, digest {digest(trained)}",
         "hparams": describe(module.hparams),
-        # Where an object in there has no text of its own, its address is no difference.
+        # Without memory addresses in default representations, which differ in each run.
         "layers": {
             name: re.sub(" at 0x[0-9a-f]+", "", f"{type(layer).__name__}({layer.extra_repr()})")
             for name, layer in layers.items()
@@ -170,7 +170,7 @@ def _optimizer(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
 
 
 def flatten(description: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield the settings of a fingerprint by dotted names; an object's own name gives its class.
+    """Iterate over a fingerprint's settings by dotted names; an object's own entry is its class.
 
     Example:
         >>> dict(flatten({"algorithm": {"class": "FedAvgM", "lr": 1.0}, "clients": 3}))
@@ -190,7 +190,7 @@ def flatten(description: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[
 
 
 def differences(saved: Mapping[str, Any], present: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
-    """Return by name what differs, with both values; of objects of different classes only the classes."""
+    """Differing settings by name, with both values. For objects of different classes, only the classes are listed."""
     before, now = dict(flatten(saved)), dict(flatten(present))
     found: dict[str, tuple[Any, Any]] = {}
     for name in [*before, *(name for name in now if name not in before)]:
@@ -201,14 +201,14 @@ def differences(saved: Mapping[str, Any], present: Mapping[str, Any]) -> dict[st
 
 
 def _is_other_kind(name: str, before: Any, now: Any) -> bool:
-    """Return whether equal numbers mean two things: 1.0 is all of the clients, and 1 is one of them."""
+    """Whether equal numbers mean different things, such as 1.0 for all clients and 1 for one client."""
     if isinstance(before, bool) != isinstance(now, bool):
         return True
     return name in _COUNT_OR_SHARE and type(before) is not type(now)
 
 
 def with_defaults(saved: Mapping[str, Any], present: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a fingerprint with what an older release did not know: the default of a setting, else what is now."""
+    """An older release's fingerprint, completed: missing settings get their default, other entries today's value."""
     fields = {field.name: field for field in dataclasses.fields(FederatedSettings)}
     found = dict(saved)
     for name in present.keys() - saved.keys():
@@ -223,7 +223,7 @@ def with_defaults(saved: Mapping[str, Any], present: Mapping[str, Any]) -> dict[
 
 
 def refuse_other_shapes(module: nn.Module, state: Mapping[str, Any], prefix: str, *_: Any) -> None:
-    """Refuse to load a state dict of another network by the names of what differs; a pre-hook of `load_state_dict`.
+    """Refuse a state dict with other shapes, and name the differing tensors; a pre-hook of `load_state_dict`.
 
     Raises:
         MisconfigurationException: If a tensor of the state dict has another shape than the module's own.
@@ -260,7 +260,7 @@ def _is_within(name: str, names: Iterable[str]) -> bool:
 def check_same_experiment(
     saved: Mapping[str, Any], present: Mapping[str, Any], allowed: Sequence[str], round_open: bool
 ) -> None:
-    """Refuse to resume where two fingerprints differ in what is not allowed to, naming all of it.
+    """Refuse to resume from a checkpoint whose fingerprint differs in settings that ``allowed`` does not list.
 
     Args:
         saved: The fingerprint in the checkpoint.
@@ -291,7 +291,7 @@ def check_same_experiment(
 
 
 def prepare_loading(settings: FederatedSettings, trainer: Any) -> AbstractContextManager[None]:
-    """Return what prepares, for a while, for the moment before Lightning loads a module's values.
+    """A context in which Lightning's loading of a module's values is preceded by a check of the layers' settings.
 
     The arguments that decide about layers are compared then, for the values of other layers do not fit, or mean
     something else. Everything else is compared when the fit begins. With ``precision="64-true"`` the module becomes

@@ -1,4 +1,4 @@
-"""The memory that is free on a device, within the limits of the process's container.
+"""Free memory of a device, within the limits of the process's container.
 
 `DeviceData` decides by it where samples are kept, and `chunk_size_that_fits` how many clients step together.
 """
@@ -20,14 +20,14 @@ _CONTROL_FILES = {
 
 
 def free_memory(device: torch.device) -> int:
-    """Return the bytes that are free on a device; a modest guess where the system does not say."""
+    """Free bytes on a device; a modest guess if the system does not report them."""
     if device.type == "mps":
         return max(0, torch.mps.recommended_max_memory() - torch.mps.driver_allocated_memory())
     module: Any = getattr(torch, device.type, None)
     if device.type != "cpu" and hasattr(module, "mem_get_info"):
         free = module.mem_get_info(device)[0]
         if hasattr(module, "memory_reserved"):
-            # What torch has reserved and does not use is free as well.
+            # Memory that torch has reserved and does not use is free as well.
             free += module.memory_reserved(device) - module.memory_allocated(device)
         return free
     try:
@@ -39,13 +39,13 @@ def free_memory(device: torch.device) -> int:
 
 
 def _free_in_containers(root: Path, groups: Path) -> Iterator[int]:
-    """Yield the bytes that are free in each control group of this process that has a limit, such as its container."""
+    """Free bytes in each control group (cgroup) with a limit that this process belongs to, such as its container."""
     try:
         paths = [line.split(":", 2) for line in groups.read_text().splitlines()]
     except OSError:
         return
     for _, controllers, path in paths:
-        # Version 2 has no names of controllers. A container often sees its own group as the root.
+        # cgroup version 2 lists no controllers. Inside a container, its own group often appears as the root.
         if controllers in ("", "memory"):
             base, names = root / controllers, _CONTROL_FILES[controllers]
             own = Path(path.lstrip("/"))
@@ -53,5 +53,5 @@ def _free_in_containers(root: Path, groups: Path) -> Iterator[int]:
                 with contextlib.suppress(OSError, ValueError, KeyError):
                     limit, used = (int((folder / name).read_text()) for name in names[:2])
                     stats = dict(line.split() for line in (folder / "memory.stat").read_text().splitlines())
-                    # Pages of files that are given back when memory is short.
+                    # The cache of inactive files is reclaimed when memory is short.
                     yield max(0, limit - used + int(stats[names[2]]))

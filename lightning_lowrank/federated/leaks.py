@@ -1,4 +1,4 @@
-"""What a client's steps leave in the live module and the trainer's optimizers, beyond what the client sends.
+"""Leaks between clients: values that a client's steps leave in the live module or optimizers without sending them.
 
 `Rounds` calls `Isolation` at a client's ends, so that clients that train one after another start alike. The executions
 share its walk over reachable objects and its comparison of tensors.
@@ -50,11 +50,11 @@ _WATCHED_CLIENTS = 2
 """A value that a step stores once, such as a size, is new in the first client alone."""
 
 
-# The walk over reachable objects
+# Walk over reachable objects
 
 
 class OfTheRun:
-    """A class whose objects belong to the run, so that they are no part of the user's module."""
+    """Base of classes whose objects belong to the run rather than to the user's module."""
 
 
 def walk(
@@ -63,7 +63,7 @@ def walk(
     is_left_out: Callable[[Any], bool] = lambda item: False,
     is_whole: Callable[[Any], bool] = lambda item: False,
 ) -> Iterator[tuple[str, Any]]:
-    """Yield an object and all objects that can be reached from it, each once and with its name.
+    """Iterate over an object and all objects reachable from it, each once, with names.
 
     Attributes, entries of containers, and what functions and methods are bound to can be reached.
 
@@ -86,7 +86,7 @@ def walk(
 
 
 def _contents(name: str, item: Any) -> list[tuple[str, Any]]:
-    """The objects one step from an object, with their names."""
+    """The objects directly inside an object, with names."""
     if isinstance(item, (Tensor, np.ndarray)):
         return []
     if isinstance(item, types.MethodType):
@@ -98,7 +98,7 @@ def _contents(name: str, item: Any) -> list[tuple[str, Any]]:
     inside: list[tuple[str, Any]] = []
     if isinstance(item, (dict, list, tuple, set, frozenset, deque)) and len(item) <= _MANY:
         pairs = item.items() if isinstance(item, dict) else enumerate(item)
-        # The text of a tensor has its numbers.
+        # Not the tensor itself as part of the name, because its text lists its numbers.
         inside += [(f"{name}.{n if isinstance(key, Tensor) else key}", value) for n, (key, value) in enumerate(pairs)]
     if hasattr(item, "__dict__"):
         inside.append((name, vars(item)))
@@ -109,21 +109,21 @@ def _content(cell: Any) -> Any:
     try:
         return cell.cell_contents
     except ValueError:
-        # The function is still being defined.
+        # The cell is empty while its function is still being defined.
         return None
 
 
 def reachable(
     name: str, root: Any, is_left_out: Callable[[Any], bool] = lambda item: False
 ) -> Iterator[tuple[str, Any]]:
-    """`walk` within the user's module: without trainers, callbacks, loggers, data sets, and the run's own objects."""
+    """`walk` within the user's module, without trainers, callbacks, loggers, datasets, and the run's own objects."""
     return walk(name, root, lambda item: _is_foreign(type(item)) or is_left_out(item))
 
 
 def _is_foreign(kind: type) -> bool:
     known = _IS_FOREIGN.get(kind)
     if known is None:
-        # A Namespace holds a model's settings, as argparse and jsonargparse make them.
+        # A Namespace is an exception, because a model may keep its settings in one.
         modules = (f"{base.__module__}." for base in kind.__mro__ if kind.__name__ != "Namespace")
         known = issubclass(kind, (*_FOREIGN, OfTheRun)) or any(each.startswith(_PROGRAMS) for each in modules)
         _IS_FOREIGN[kind] = known
@@ -131,22 +131,22 @@ def _is_foreign(kind: type) -> bool:
 
 
 def plain_entries(items: Iterable[tuple[str, Any]], kinds: tuple[type, ...]) -> Iterator[tuple[str, Any]]:
-    """Yield the entries of dictionaries, and so attributes, of plain classes, given the result of `reachable`."""
+    """Entries of `reachable` dictionaries (including attributes) whose values are instances of ``kinds``."""
     for name, item in items:
         if isinstance(item, dict):
             yield from ((f"{name}.{key}", value) for key, value in item.items() if isinstance(value, kinds))
 
 
 def as_code(name: str) -> str:
-    """A name as it is written in code, without the tables of modules."""
+    """A name as written in Python code, without torch's internal tables such as ``_parameters``."""
     return functools.reduce(lambda text, table: text.replace(table, ""), _TABLES, name)
 
 
-# The comparison of tensors
+# Comparison of tensors
 
 
 class ChangedTensors:
-    """Tells which tensors have changed since it was made.
+    """Detects tensors that changed after the object was made.
 
     A version counter tells of writes in place. Copies of numbers also tell of writes through ``tensor.data``, and
     whether a write left the same numbers.
@@ -171,16 +171,16 @@ class ChangedTensors:
         self.rewritten: set[str] = set()
 
     def _numbers_of(self, tensor: Tensor) -> Tensor:
-        """A copy of each n-th part of a tensor."""
+        """A sample of a tensor's numbers: every n-th piece, concatenated."""
         return torch.cat(tensor.detach().flatten().split(_PART)[:: self._every])
 
     def changed(self, present: Mapping[str, Tensor] | None = None) -> list[str]:
-        """The names of the tensors that have changed; given the present ones, also of new and replaced tensors."""
+        """Names of changed tensors; with ``present`` tensors given, new and replaced ones are included."""
         changed = []
         for name, value in self._tensors.items():
             is_changed = is_written = written(value) != self._versions[name]
             before = self._numbers.get(name)
-            # Some equal parts do not tell that a write left the same numbers.
+            # Equal samples do not prove that a write left all numbers the same.
             if before is not None and (self._every == 1 or not is_written):
                 is_changed = not torch.equal(self._numbers_of(value), before)
             if is_changed:
@@ -193,13 +193,13 @@ class ChangedTensors:
 
 
 def frozen_parameters(module: nn.Module) -> dict[str, Tensor]:
-    """A module's parameters by name that no client sends."""
+    """A module's parameters, by name, that no client sends."""
     sent = {id(value) for value in trained_tensors(module).values()}
     return {name: value for name, value in module.named_parameters() if id(value) not in sent}
 
 
 def refuse_frozen(changed: Sequence[str]) -> None:
-    """Refuse a training step that has changed these frozen parameters, if there are any."""
+    """Raise if a training step has changed frozen parameters."""
     if changed:
         raise MisconfigurationException(
             f"training changes {len(changed)} frozen parameters, as an exponential moving average does:"
@@ -213,7 +213,7 @@ def refuse_frozen(changed: Sequence[str]) -> None:
 
 
 class Isolation:
-    """Keeps the changes that one client's steps make to the module from the next client.
+    """Keeps the changes that one client's steps make to the module away from the next client.
 
     - Buffers outside of the state dict get their values at the start of the fit back.
     - A buffer that is replaced by assignment is filled in place instead, so that sending and loading reach it.
@@ -252,10 +252,10 @@ class Isolation:
         self._frozen = frozen_parameters(self._module)
 
     def begin_client(self) -> None:
-        """Prepare a client's first step, after the method has begun the client."""
+        """Restore shared state before a client's first step, and start watching for changes."""
         self.put_back()
         for buffer in self._sent:
-            # A client that failed may have left another tensor.
+            # A failed client may have left another tensor in place of the buffer.
             buffer.table[buffer.key] = buffer.tensor
         if not self._module.automatic_optimization:
             self._module.zero_grad()
@@ -264,7 +264,7 @@ class Isolation:
         self._attributes = _Attributes(self._trainer, self._stacked) if self._to_watch else None
 
     def end_client(self) -> None:
-        """Fill assigned buffers in place, and refuse or name the client's other changes."""
+        """Copy assigned buffers in place, and refuse or record the client's other changes."""
         for buffer in self._sent:
             if buffer.table.get(buffer.key) is not buffer.tensor:
                 buffer.fill()
@@ -287,12 +287,12 @@ class Isolation:
 
     @property
     def is_over(self) -> bool:
-        """Whether the attributes of no further client are compared."""
+        """Whether enough clients have been watched, so that attributes are compared no longer."""
         return self._to_watch == 0
 
     @torch.no_grad()
     def put_back(self) -> None:
-        """Give buffers outside of the state dict their values at the start of the fit."""
+        """Restore the initial values of buffers outside of the state dict."""
         for buffer, value in self._not_sent:
             if buffer.table.get(buffer.key) is not buffer.tensor or written(buffer.tensor) != buffer.version:
                 buffer.table[buffer.key] = buffer.tensor.copy_(value)
@@ -301,7 +301,7 @@ class Isolation:
 
 @dataclass
 class _Buffer:
-    """A buffer, its version, and where its module keeps it."""
+    """A buffer with its version counter, and the table in which its module keeps it."""
 
     name: str
     table: MutableMapping[str, Any]
@@ -311,7 +311,7 @@ class _Buffer:
 
     @torch.no_grad()
     def fill(self) -> None:
-        """Copy the tensor that was assigned in its place into it."""
+        """Copy the tensor that a step assigned into the original buffer."""
         assigned = self.table.get(self.key)
         if not isinstance(assigned, Tensor) or assigned.shape != self.tensor.shape:
             found = "None" if assigned is None else str(list(assigned.shape))
@@ -323,7 +323,7 @@ class _Buffer:
 
 
 def _buffers(module: nn.Module) -> Iterator[_Buffer]:
-    """Yield a module's buffers, without those of metrics and changes of quantised base weights."""
+    """A module's buffers, except those of metrics and changes of quantised base weights."""
     metrics = tuple(name + "." for name, part in module.named_modules() if isinstance(part, Metric))
     for prefix, part in module.named_modules():
         table = own_buffers(part)
@@ -333,7 +333,7 @@ def _buffers(module: nn.Module) -> Iterator[_Buffer]:
 
 
 class _Attributes:
-    """The numbers, texts, containers and tensors in attributes of a module, or of optimizers, and of reachable objects.
+    """A snapshot of numbers, strings, containers and tensors in attributes of a module or optimizers, for comparison.
 
     Left out are metrics, which are totals of an epoch, attributes of Lightning's own, and tensors with a graph, which
     are of one step. Optimizers count only where clients step together: `ClientOptimizers` puts them back for a client
@@ -347,16 +347,16 @@ class _Attributes:
         self._tensors = ChangedTensors(tensors, tensors)
 
     def changed(self) -> list[str]:
-        """The names of the attributes with another value of the same kind."""
+        """Names of changed attributes that exist in both snapshots."""
         present, rewritten = self._present(), set(self._tensors.changed())
         common = ((key, value) for key, value in self._values.items() if key in present)
         found = {key[0] for key, before in common if _differs(before, present[key], key[0] in rewritten)}
-        # A container stands for its entries.
+        # Report the container rather than its entries.
         outer = (name for name in found if not any(name.startswith(f"{other}.") for other in found))
         return [as_code(name).split(".", 1)[1] for name in sorted(outer)]
 
     def averages(self) -> Iterator[tuple[str, torch.Size]]:
-        """The names and shapes of floating-point tensors that have been changed in place."""
+        """Names and shapes of floating-point tensors that were changed in place."""
         rewritten, present = {*self._tensors.changed()}, self._present()
         tensors: dict[str, Any] = {name: value for (name, kind), value in self._values.items() if kind is Tensor}
         for name, value in sorted(tensors.items()):
@@ -365,9 +365,9 @@ class _Attributes:
                 yield as_code(name).split(".", 1)[1], value.shape
 
     def _present(self) -> dict[tuple[str, type], Any]:
-        """The values by name and kind."""
+        """The present values of all watched attributes, by name and kind."""
         trainer, module = self._trainer, self._trainer.lightning_module
-        # Schedulers, and the state of these optimizers, are begun for each client.
+        # Left out: schedulers and these optimizers, whose state is set at each client's start.
         schedulers = [config.scheduler for config in trainer.lr_scheduler_configs]
         apart = {id(each) for each in (*module.parameters(), *module.buffers(), *trainer.optimizers, *schedulers)}
         totals = (Metric, MetricCollection, Optimizer)
@@ -379,7 +379,7 @@ class _Attributes:
         for name, item in items:
             if isinstance(item, (list, tuple, set, deque)):
                 values[name, list] = [each for each in item if getattr(each, "grad_fn", None) is None]
-            # A tensor of a mapped step that failed has no numbers outside of the map.
+            # A tensor that a failed mapped step left has no values outside of vmap.
             elif type(item) in (Tensor, nn.Parameter) and not is_transformed(item):
                 values |= {(name, Tensor): item} if item.layout is torch.strided and item.grad_fn is None else {}
         return values
@@ -398,7 +398,7 @@ class _Attributes:
 
 @functools.cache
 def names_of_lightning() -> frozenset[str]:
-    """The attributes that Lightning keeps on each module."""
+    """Names of the attributes that Lightning itself sets on each module."""
     return frozenset({*vars(pl.LightningModule()), *dir(pl.LightningModule)} - {"_modules"})
 
 

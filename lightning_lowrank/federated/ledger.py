@@ -1,4 +1,4 @@
-"""The bytes of a run: what crosses the wire, beside what dense federated averaging would send."""
+"""The ledger of a run's bytes: transfers of messages, compared with dense federated averaging."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from lightning_lowrank.federated.state import ClientInfo, Server
 from lightning_lowrank.internals.peft import peft_parameters
 from lightning_lowrank.layers import low_rank_layers
 
-# What PEFT puts into the names of the model that it wraps.
+# Prefixes that PEFT adds to the names of a wrapped model's parameters.
 _PEFT_NAMES = re.compile(r"\bbase_model\.model\.|\bbase_layer\.|\boriginal_module\.")
 
 
 def dense_bytes(module: nn.Module) -> int:
-    """Return what dense FedAvg would send for ``module``, in the types that its tensors have now.
+    """The size of a message of dense FedAvg for ``module``, in the present types of its tensors.
 
     These are the buffers, the parameters that are trained, and those in whose place factors are trained: the weights of
     low-rank layers and what ``freeze_rest`` froze, and a model that PEFT wrapped, all of which PEFT freezes. So the
@@ -56,7 +56,7 @@ def dense_bytes(module: nn.Module) -> int:
 
 
 class Ledger(RoundStage):
-    """Bytes that crossed the wire, in this round and in all.
+    """Counts the bytes that cross the wire, per round and in total.
 
     Args:
         dense_bytes: Size of what dense FedAvg sends for this model, in one direction, to or from one client. If other
@@ -91,19 +91,19 @@ class Ledger(RoundStage):
         self.add_up(nbytes)
 
     def add_down(self, nbytes: int, clients: int = 1) -> None:
-        """Add what each of so many clients of the cohort was sent."""
+        """Count a broadcast of ``nbytes`` to each of ``clients`` clients of the cohort."""
         self.round_down += nbytes * clients
         self.total_down += nbytes * clients
         self.total_dense += self.dense_bytes * clients
 
     def add_up(self, nbytes: int, clients: int = 1) -> None:
-        """Add what each of so many clients sent."""
+        """Count a message of ``nbytes`` from each of ``clients`` clients."""
         self.round_up += nbytes * clients
         self.total_up += nbytes * clients
         self.total_dense += self.dense_bytes * clients
 
     def add_idle(self, nbytes: int) -> None:
-        """Add the broadcasts that clients outside the cohort received."""
+        """Count the broadcasts to clients outside the cohort."""
         self.round_idle += nbytes
         self.total_idle += nbytes
 

@@ -1,4 +1,4 @@
-"""A client's local training: its batches, the hooks around each, and the steps.
+"""A client's local training: its batches, its steps, and the hooks around them.
 
 `Rounds.turn` calls `LocalTraining.train` for each client, or chunk of clients that step together.
 """
@@ -36,7 +36,7 @@ _OPTIMIZERS = ("torch.optim.", "lightning_lowrank.optim.")
 
 
 class LocalTraining(OfTheRun):
-    """Trains one client at a time in the live module, or the clients that an execution has stacked.
+    """Trains the open client in the live module, or the open clients that step together.
 
     A local step is Lightning's own, with all of its hooks, closures, scalers, clipping and accumulation; or the plain
     one (``training_step``, ``zero_grad``, ``backward``, ``step``), where nothing that the module, a callback, the
@@ -68,7 +68,7 @@ class LocalTraining(OfTheRun):
         """Whether a batch is being read, or a step being made, so that an error is the client's."""
 
     def start(self) -> Callable[[], None]:
-        """Have what the module logs collected, and the method have its part in Lightning's steps; return an end."""
+        """Install the logbook, and the method's part in Lightning's steps; return a function that removes both."""
         ends = ExitStack()
         ends.enter_context(self.logbook.installed())
         strategy, module = self._trainer.strategy, self._module
@@ -97,32 +97,32 @@ class LocalTraining(OfTheRun):
 
     @property
     def client_steps(self) -> int:
-        """Number of batches that clients have been trained on in the present turn."""
+        """Number of batches trained in the present turn, summed over its clients."""
         return sum(map(self._chunk.active, range(self.made)))
 
     def begin_round(self) -> None:
-        """Look how steps are made in this round."""
+        """Look up how steps are made in this round."""
         trainer, module = self._trainer, self._module
         self._batches = None
         self._group = trainer.accumulate_grad_batches
         self._takes_index = is_param_in_hook_signature(module.training_step, "batch_idx", min_args=2)
         own = module.training_step
         step = own if self._execution.substituted else self._execution.step_of(own)
-        # Clients that step together have one in the module's place for as long as they train.
+        # With clients that step together, the execution replaces the module's step itself.
         self._step = None if step is own else step
         self._transfer = batch_transfer(trainer)
         plain_input = type(trainer.precision_plugin) in (Precision, MixedPrecision)
         self._moves_none = plain_input and overridden_transfer(trainer) is None
         self._plain = self._is_plain()
         self._clips = overrides(module, "configure_gradient_clipping") or bool(trainer.gradient_clip_val)
-        # That of single precision does nothing.
+        # Single precision needs no context.
         single = type(trainer.precision_plugin) is Precision
         self._context = nullcontext if single else trainer.precision_plugin.train_step_context
         self._before_update = [each for each in trainer.callbacks if overrides(each, _BEFORE_UPDATE)]
         self._module_hears_update = overrides(module, _BEFORE_UPDATE)
 
     def _is_plain(self) -> bool:
-        """Return whether nothing could see that a step is the plain one."""
+        """Whether no hook, plugin or optimizer could distinguish the plain step from Lightning's."""
         trainer, module = self._trainer, self._module
         strategy, precision = trainer.strategy, trainer.precision_plugin
         return (
@@ -182,7 +182,7 @@ class LocalTraining(OfTheRun):
         self._turns.end_client()
 
     def drop(self) -> bool:
-        """Forget the open client, which has failed; return whether it failed before its end."""
+        """Drop the open client after a failure; return whether it failed during training."""
         trained, self.in_step = self._turns.in_client, False
         self._batches = None
         self.logbook.end_client()
@@ -190,7 +190,7 @@ class LocalTraining(OfTheRun):
         return trained
 
     def forget_batches(self) -> None:
-        """Read from the open chunk's first batch on, for the chunk is not the one that was planned."""
+        """Start again at the open chunk's first batch, because the chunk has changed."""
         self._batches = None
 
     def _next_batch(self) -> Any:
@@ -215,7 +215,7 @@ class LocalTraining(OfTheRun):
 
     def _update(self, batch: Any, training_step: Callable[[], Any], outputs: dict[str, Any]) -> None:
         trainer, module, (optimizer,) = self._trainer, self._module, self._trainer.optimizers
-        # Setting a module's attributes takes longer.
+        # Writing to __dict__ is faster than nn.Module.__setattr__.
         attributes = vars(module)
         attributes[HOOK] = "training_step"
         with self._context():
@@ -245,6 +245,6 @@ class LocalTraining(OfTheRun):
 
 
 def _steps_plainly(optimizer: Optimizer) -> bool:
-    """Return whether an optimizer's step is the same with a closure that computes the gradients and after it."""
+    """Whether an optimizer's step with a closure equals a step after the backward pass."""
     known = f"{type(optimizer).__module__}.".startswith(_OPTIMIZERS) and not isinstance(optimizer, torch.optim.LBFGS)
     return known and not is_heard(optimizer)

@@ -1,4 +1,4 @@
-"""What a module logs, collected: of local steps for Lightning, of clients' own models for figures over clients.
+"""A collector for logged values: of local steps for Lightning, and of personal models for figures over clients.
 
 `LocalTraining` opens a book for each client, `ClientEvaluation` for each model. A call of ``self.log`` costs Lightning
 as much as a small model's step.
@@ -42,7 +42,7 @@ _PICK: dict[str, Callable[[Any, Any], Any]] = {
 
 
 class Logbook:
-    """Collects what the module and callbacks log while a client trains, or while a client's own model is evaluated.
+    """Collects the values that the module and callbacks log while a client trains or a personal model is evaluated.
 
     Values are reduced by their ``reduce_fx``; means are weighted by batch sizes. So ``callback_metrics``, loggers and
     progress bars see the epoch's figures as they would from a call in each step. With ``on_step=True`` they see one
@@ -70,20 +70,20 @@ class Logbook:
         self._checked = empty_results(trainer)
 
     def installed(self) -> AbstractContextManager[None]:
-        """A context in which the module logs into the book."""
+        """A context in which the module's ``log`` writes into this book."""
         return replaced(self._module, log=_Log(self))
 
     def begin_client(self) -> None:
-        """Collect from now on."""
+        """Begin to collect a client's values."""
         self._of_client.clear()
         self._open = not self._trainer.barebones
 
     def begin_step(self, batch: Any, size: int | None = None) -> None:
-        """Take the batch by whose size the step's values are weighted; by default the size that Lightning would see."""
+        """Set the batch whose size weights the step's values; by default Lightning's estimate of the size."""
         self._batch, self._size = batch, size
 
     def end_client(self) -> None:
-        """Hand over what is shown once a client, and keep what is shown once a round."""
+        """Pass on the values that are logged per client; keep those that are logged per round."""
         entries = dict(self._of_client)
         self._close()
         shown: dict[tuple[str, str], _Entry] = {}
@@ -97,29 +97,29 @@ class Logbook:
         self._hand_over(shown)
 
     def end_round(self) -> None:
-        """Hand over what is shown once a round."""
+        """Pass on the values that are logged per round."""
         entries = dict(self._of_round)
         self._of_round.clear()
         self._hand_over(entries)
 
     def begin_evaluation(self) -> None:
-        """Collect what an evaluation logs; its steps are told by `begin_step`."""
+        """Begin to collect an evaluation's values; `begin_step` marks its steps."""
         self.begin_client()
         self._evaluates = True
 
     def end_evaluation(self) -> None:
-        """Hand over what the evaluation has logged."""
+        """Pass on the evaluation's values."""
         entries = dict(self._of_client)
         self._close()
         self._hand_over(entries)
 
     def begin_model(self) -> None:
-        """Collect what is logged of one model, with its values in their own type."""
+        """Begin to collect one model's values, in their own types."""
         self.begin_client()
         self._of_model = True
 
     def end_model(self) -> dict[str, tuple[float, bool | None]]:
-        """The model's value of an epoch by name, and of a metric object whether higher is better."""
+        """The model's epoch values by name; for a metric object also whether higher is better."""
         entries = dict(self._of_client)
         self._close()
         return {name: entry.of_epoch() for (_, name), entry in entries.items() if entry.on_epoch}
@@ -136,7 +136,7 @@ class Logbook:
                 self._original(name, value, batch_size=batch_size, **entry.settings)
 
     def log(self, name: str, value: Any, batch_size: int | None, settings: tuple[Any, ...]) -> None:
-        """Do what ``LightningModule.log`` does, later where a client trains."""
+        """Replace ``LightningModule.log``: while a client trains, collect the value; else log it directly."""
         hook = vars(self._module)[HOOK]
         if not self._open or hook is None:
             self._original(name, value, batch_size=batch_size, **dict(zip(_SETTINGS, settings, strict=True)))
@@ -156,12 +156,12 @@ class Logbook:
         if batch_size is None:
             batch_size = self._batch_size() if entry.is_weighted else 1
         if isinstance(value, Tensor) and not value.is_cpu:
-            # The step may overwrite it.
+            # A copy, because the step may overwrite the value.
             value = value.detach().flatten().clone()
         entry.add(value, batch_size)
 
     def log_clients(self, name: str, values: Tensor, batch_size: int, settings: Mapping[str, Any]) -> None:
-        """Do what ``log`` does in the step of one client after another.
+        """Log one value per client, as ``log`` would in the step of one client after another.
 
         Args:
             name: As for ``LightningModule.log``.
@@ -183,7 +183,7 @@ class Logbook:
     def _checked_entry(
         self, hook: str, name: str, value: Any, batch_size: int | None, settings: tuple[Any, ...]
     ) -> _Entry:
-        """Return where a call's values are collected, once Lightning has checked calls of its kind."""
+        """The entry that collects a call's values; Lightning has checked the call's arguments."""
         key = f"{hook}.{name}"
         known = self._calls.get(key)
         number = type(value) in _NUMBERS or (isinstance(value, Tensor) and value.numel() == 1)
@@ -195,13 +195,13 @@ class Logbook:
 
     def _batch_size(self) -> int:
         if self._size is None:
-            # Before an evaluation's first batch there is none.
+            # Before an evaluation's first batch, weight 1.
             self._size = 1 if self._batch is None else rows_of(self._batch) or extract_batch_size(self._batch)
         return self._size
 
 
 class _Entry:
-    """The values of one name and hook, reduced."""
+    """The running reduction of the values of one name and hook."""
 
     __slots__ = (
         "_as_tensors",
@@ -232,13 +232,13 @@ class _Entry:
 
     @property
     def settings(self) -> dict[str, Any]:
-        """The arguments of ``log`` beside name, value and batch size."""
+        """The arguments of ``log`` except for name, value and batch size."""
         return dict(zip(_SETTINGS, self.call, strict=True))
 
     def add(self, value: Any, weight: Any) -> None:
-        """Add a step's value, or that of each of several clients, of batches of so many samples."""
+        """Add a step's value, or one value for each of several clients; ``weight`` is the batch size."""
         if self._as_tensors:
-            # Lightning begins with a zero.
+            # Adding zero reproduces Lightning's rounding, whose sums start at zero.
             value = _to_float(value) + torch.zeros(()) if self._reduction in ("mean", "sum") else _to_float(value)
             self._reduce(value * weight if self._reduction == "mean" else value, weight)
             return
@@ -247,12 +247,12 @@ class _Entry:
             return
         if value.dtype is torch.float64:
             self._type = value.dtype
-        # On a CPU, numbers of Python's are faster.
+        # On the CPU, Python numbers are faster.
         if value.is_cpu:
             for each in value.flatten().tolist():
                 self._reduce(each * weight if self._reduction == "mean" else each, weight)
             return
-        # Elsewhere nothing waits for the device.
+        # On an accelerator, keep the tensor, so that nothing waits for the device.
         self._pending.append((value, weight))
         if len(self._pending) >= _MOST_PENDING:
             self._reduce_pending()
@@ -289,7 +289,7 @@ class _Entry:
         self._weight = self._weight + weight
 
     def result(self) -> tuple[Any, Any]:
-        """Return what Lightning is given: the reduced value, and the number of samples."""
+        """The value to log in Lightning, and its weight; for a metric object, the object and ``None``."""
         if self.metric is not None:
             return self.metric, None
         self._reduce_pending()
@@ -299,14 +299,14 @@ class _Entry:
         return value, self._weight
 
     def of_epoch(self) -> tuple[float, bool | None]:
-        """The epoch's value, and for a metric object whether higher is better."""
+        """The epoch's value; for a metric object also whether higher is better."""
         if self.metric is not None:
             return float(self.metric.compute()), self.metric.higher_is_better
         return float(self.result()[0]), None
 
 
 def _to_float(value: Any) -> Tensor:
-    """A copy of a value in float32 or more, as Lightning keeps it."""
+    """A copy of a value as a tensor of at least float32, as Lightning keeps it."""
     default = torch.promote_types(torch.get_default_dtype(), torch.float32)
     if not isinstance(value, Tensor):
         return torch.tensor(value, dtype=default)
@@ -315,7 +315,7 @@ def _to_float(value: Any) -> Tensor:
 
 
 class _Log:
-    """Stands in for a module's ``log``.
+    """A replacement of a module's ``log``.
 
     It has no table of attributes, so that nobody who looks what a module holds finds the trainer in it.
     """
@@ -326,7 +326,7 @@ class _Log:
         self._book = book
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Have a copy of the module, or a pickle, log as its class does."""
+        """Copy or pickle as the module's own ``log``."""
         return getattr, (self._book._module, "log")
 
     def __call__(

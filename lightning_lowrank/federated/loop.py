@@ -1,4 +1,4 @@
-"""`FederatedLoop`: turns ``trainer.fit`` into a federated experiment, one epoch a round.
+"""`FederatedLoop`: a callback that turns ``trainer.fit`` into a federated experiment, one round per epoch.
 
 It is an ordinary Lightning callback, and no more than its hooks. What a round is stands in `Rounds`. Between rounds the
 trainer's module is the global model, so that validation, checkpoints, loggers and every other callback see what they
@@ -145,7 +145,7 @@ class FederatedLoop(FederatedSettings, Callback):
         self._forget()
 
     def _forget(self) -> None:
-        """Know nothing of any fit."""
+        """Reset all state of a fit."""
         self._progress = Progress()
         self._data: RoundData | None = None
         self._rounds: Rounds | None = None
@@ -162,13 +162,13 @@ class FederatedLoop(FederatedSettings, Callback):
         self._validated: int | None = None
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return what a copy has, or a pickle: settings, ledger, what forbids a private fit, and no more of a fit."""
+        """The state for copies and pickles: settings, ledger, and the record of private fits, without a fit's state."""
         fresh = type(self).__new__(type(self))
         fresh._forget()
         return {name: value for name, value in vars(self).items() if name != "_restore" and name not in vars(fresh)}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """Take `__getstate__`'s result."""
+        """Restore the result of `__getstate__`."""
         vars(self).update(state)
         self._restore = ExitStack()
         self._forget()
@@ -212,7 +212,7 @@ class FederatedLoop(FederatedSettings, Callback):
 
     @property
     def indices(self) -> ClientIndices | None:
-        """Which training samples each client has; ``None`` before they have been divided."""
+        """The partition of the training set; ``None`` before it has been divided."""
         return None if self._data is None else self._data.indices
 
     @property
@@ -233,21 +233,21 @@ class FederatedLoop(FederatedSettings, Callback):
 
     @property
     def in_round(self) -> bool:
-        """Whether a round has begun and has not been aggregated."""
+        """Whether a round is open, that is begun and not yet aggregated."""
         return self._progress.round_open
 
     @property
     def validated_round(self) -> int | None:
-        """The round, from 1, whose global model the fit's last validation judged; 0 for the module as it was before.
+        """The round, counted from 1, of the model in the fit's last validation; 0 for the initial model.
 
         ``None`` before a validation. It is an earlier round than the running one if the validation was inside a round.
         """
         return self._validated
 
-    # Beginning and end of a fit
+    # Begin and end of a fit
 
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
-        """Take the training loader's place, and have checkpoints written whole."""
+        """Replace the training loader, and protect checkpoints from torn writes."""
         check_namespace(trainer, pl_module)
         self._restore.close()
         self._restore.enter_context(written_whole(trainer))
@@ -285,12 +285,12 @@ class FederatedLoop(FederatedSettings, Callback):
         self._length = ScheduleLength(trainer, self._data)
         restore(self._length.install())
         enter(prepare_loading(self, trainer))
-        # A plain function: torch marks the hook, and a deepcopy of the module must not copy this callback.
+        # A lambda: torch sets an attribute on the hook, and a deepcopy of the module must not copy this callback.
         restore(pl_module.register_state_dict_post_hook(lambda *state: self._show_global_state(*state)).remove)
         restore(pl_module.register_load_state_dict_pre_hook(refuse_other_shapes).remove)
 
     def _turns_of(self, trainer: pl.Trainer) -> ClientTurns:
-        """Return what makes a turn of Lightning's loop a client or a chunk of clients."""
+        """The `ClientTurns`, by which a turn of Lightning's loop is a client or a chunk of clients."""
         data = self._data
         assert data is not None
         return ClientTurns(
@@ -304,7 +304,7 @@ class FederatedLoop(FederatedSettings, Callback):
         )
 
     def _has_released(self) -> bool:
-        """Return whether the last fit has spent of a privacy budget, which a new one would not know of."""
+        """Whether the last fit has spent privacy budget, which a new fit would not count."""
         private = None if self._rounds is None else self.exchange.private
         return (private is not None and private.released > 0) or (self._for_samples and self._progress.client_steps > 0)
 
@@ -316,7 +316,7 @@ class FederatedLoop(FederatedSettings, Callback):
             self._data.device_data = self._device_data
 
     def _read_validation(self, trainer: pl.Trainer) -> None:
-        """Have the loaders of validation that exist by now gather their batches on the device, if samples are there."""
+        """Gather validation batches on the device, for loaders that exist by now and samples that are kept there."""
         data = self._device_data
         assert data is not None
 
@@ -329,11 +329,11 @@ class FederatedLoop(FederatedSettings, Callback):
         apply_to_collection(trainer.val_dataloaders, DataLoader, begin)
 
     def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
-        """Give the trainer back as it was."""
+        """Restore the trainer."""
         self._restore.close()
 
     def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
-        """Leave the last global model in the module, and the trainer as it was."""
+        """Restore the last global model in the module, and the trainer."""
         name_full_disk(exception, trainer)
         if self._data is not None:
             self._data.stop()
@@ -347,7 +347,7 @@ class FederatedLoop(FederatedSettings, Callback):
             get_console().print(indices.summary(labels))
 
     def on_fit_start(self, trainer: Any, pl_module: pl.LightningModule) -> None:
-        """Check the optimizers, divide the training set, and let the algorithm look at the module."""
+        """Check the optimizers, divide the training set, and make the rounds, which set up the method."""
         refuse_lazy(pl_module)
         unmerge(pl_module)
         check_optimizers(trainer, pl_module)
@@ -368,7 +368,7 @@ class FederatedLoop(FederatedSettings, Callback):
         private = self._for_samples or self.privacy is not None
         if self._restored is not None:
             self._go_on_from(self._restored)
-        # A real site goes on with what it keeps in its file.
+        # A real site may continue: it keeps its privacy accounting in a file.
         elif private and self._released and self._rounds is None and self.make_exchange is Coordinator:
             raise MisconfigurationException(
                 "an earlier fit with this FederatedLoop was private, and a new one would repeat its noise and count ε"
@@ -397,7 +397,7 @@ class FederatedLoop(FederatedSettings, Callback):
             rank_zero_warn(note)
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Go on where the checkpoint was taken."""
+        """Continue at the checkpoint's position, if the fit is resumed."""
         self._restore.callback(self.rounds.start())
         self.rounds.further.check(trainer)
         self._progress.processes = trainer.world_size
@@ -415,7 +415,7 @@ class FederatedLoop(FederatedSettings, Callback):
         self._read_validation(trainer)
 
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Plan no further round, and say so where a validation was due and no client's own model was judged."""
+        """Stop planning rounds; warn if validations took place without an evaluation of personal models."""
         assert self._data is not None
         self._data.running = False
         if self.personal_test is not None and validates_rounds(trainer) and not self.rounds.further.judged:
@@ -425,7 +425,7 @@ class FederatedLoop(FederatedSettings, Callback):
             self._facts.end()
 
     def on_fit_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Say in a line what the rounds came to; refuse a fit without a step, unless the trainer was told to make none.
+        """Print a summary line; raise if no step was made, unless the trainer's settings ask for none.
 
         Progress bars are closed by now, or of the same console, which puts the line above them.
         """
@@ -456,7 +456,7 @@ class FederatedLoop(FederatedSettings, Callback):
             )
 
     def _cut(self) -> str:
-        """How many of the last round's clients have trained, if the fit stopped before all of them had."""
+        """A note on how many of the last round's clients trained, if the fit stopped before all had."""
         plan, answers = self.plan, self.rounds.exchange.answers
         drawn = 0 if plan is None else len(plan.clients)
         trained = len(answers.answered) + len(answers.failed)
@@ -467,7 +467,7 @@ class FederatedLoop(FederatedSettings, Callback):
     def on_before_optimizer_step(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, optimizer: torch.optim.Optimizer
     ) -> None:
-        """Show the gradients to the algorithm."""
+        """Call the method's `before_step` with the gradients."""
         self.rounds.execution.before_step()
 
     def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
@@ -484,7 +484,7 @@ class FederatedLoop(FederatedSettings, Callback):
     # Evaluation
 
     def on_validation_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Show the global model: the new one if the round is over, the last one inside a round."""
+        """Show the global model: the new one if the round is over, the previous one inside a round."""
         if self._rounds is None:
             return
         self._rounds.pause()
@@ -492,7 +492,7 @@ class FederatedLoop(FederatedSettings, Callback):
             return
         if trainer.state.fn == "fit":
             self._read_validation(trainer)
-            # Of several loaders Lightning shows each one's figures.
+            # With several loaders, Lightning shows figures per loader; leave those to Lightning.
             self._evaluation_log = self._rounds.logbook if len(trainer.num_val_batches) == 1 else None
         if self._evaluation_log is not None:
             self._evaluation_log.begin_evaluation()
@@ -501,38 +501,38 @@ class FederatedLoop(FederatedSettings, Callback):
         if trainer.state.fn == "fit":
             self._validated = trainer.current_epoch + (not self._progress.round_open)
             if self._progress.round_open:
-                # The figures are of the last round's model.
+                # The figures belong to the previous round's model.
                 self._validation.enter_context(validation_logged_for(trainer, trainer.current_epoch - 1))
                 self._restore.callback(self._validation.close)
 
     def on_validation_batch_start(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int, dataloader_idx: int = 0
     ) -> None:
-        """Weight what is logged by the batch's size."""
+        """Set the batch whose size weights the logged values."""
         if self._evaluation_log is not None:
             self._evaluation_log.begin_step(batch)
 
     def on_validation_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Let Lightning have what validation steps have logged."""
+        """Pass the logged validation values on to Lightning."""
         if self._evaluation_log is not None:
             self._evaluation_log.end_evaluation()
             self._evaluation_log = None
 
     def on_validation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Evaluate clients' own models, between rounds."""
+        """Between rounds: evaluate clients' personal models and variants."""
         self._validation.close()
         if self._rounds is not None and not trainer.sanity_checking and not self._progress.round_open:
             self._rounds.further.evaluate(trainer, pl_module, "validate")
 
     def on_test_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Test each client's own model, after a fit with the same callback."""
+        """After a fit: test clients' personal models and variants."""
         if self._rounds is not None:
             self._rounds.further.evaluate(trainer, pl_module, "test")
 
     # Checkpoints
 
     def _show_global_state(self, module: nn.Module, state_dict: dict[str, Any], prefix: str, _: Any) -> None:
-        """Put the global model into a state dict that is taken inside a round (a hook of `torch.nn.Module`)."""
+        """Show the global model in a state dict that is taken inside a round (a hook of `torch.nn.Module`)."""
         if self._progress.round_open and self._rounds is not None and module is self.server.base.module:
             shown = under_all_names(self.server.model, aliases(module))
             for name, value in shown.items():
@@ -540,7 +540,7 @@ class FederatedLoop(FederatedSettings, Callback):
                     state_dict[prefix + name] = value
 
     def state_dict(self) -> dict[str, Any]:
-        """Return all that a resumed run needs, as tensors and plain Python.
+        """The state for a resumed run, as tensors and plain Python.
 
         Raises:
             MisconfigurationException: Inside a round that several processes share.
@@ -553,14 +553,14 @@ class FederatedLoop(FederatedSettings, Callback):
     def on_save_checkpoint(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: dict[str, Any]
     ) -> None:
-        """Have a checkpoint that is saved inside a client hold the client's start, from which a resumed run goes on."""
+        """Inside a client's turn: save the client's start, from which a resumed run continues."""
         if self._turns is not None:
             self._turns.wind_back(checkpoint)
 
     def on_load_checkpoint(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: dict[str, Any]
     ) -> None:
-        """Refuse to go on from a fit that had no rounds.
+        """Refuse to resume from a fit without rounds.
 
         Raises:
             MisconfigurationException: If a fit was to go on from a checkpoint that no `FederatedLoop` was there for.
@@ -574,7 +574,7 @@ class FederatedLoop(FederatedSettings, Callback):
             )
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Take `state_dict`'s result, to be installed when the fit begins.
+        """Keep the result of `state_dict`; it is restored when the fit begins.
 
         Raises:
             MisconfigurationException: If no run can go on from the checkpoint. The fit refuses one of another
@@ -596,7 +596,7 @@ class FederatedLoop(FederatedSettings, Callback):
         self._restored = state_dict
 
     def _go_on_from(self, state: dict[str, Any]) -> None:
-        """Take up a checkpoint's progress, if it is of the same experiment."""
+        """Adopt a checkpoint's progress, after a check that it belongs to the same experiment."""
         assert self._data is not None
         saved = state["fingerprint"]
         execution = saved["execution"] if self.execution == "auto" else self.execution
@@ -605,5 +605,5 @@ class FederatedLoop(FederatedSettings, Callback):
         if state["progress"]["round_open"]:
             self._resumed_inside = state["inside"]
         self._progress.load_state_dict(state["progress"])
-        # A plan that was made before counts for nothing.
+        # Discard a plan that was made before the checkpoint was loaded.
         self._data.plan, self._data.resumed_chunks = None, state["chunks"]

@@ -1,4 +1,4 @@
-"""A message between the server and a client: the two halves of an `Algorithm` make one for each transfer."""
+"""`Message`: named tensors sent between server and client."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class Message:
     limits: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
 
     def split(self, prefix: str) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-        """The tensors whose names do not begin with a prefix, and the others, by their names without it.
+        """Split the tensors by a name prefix: first those without it, then those with it, the prefix removed.
 
         Example:
             >>> import torch
@@ -48,5 +48,5 @@ class Message:
 
     @property
     def elements(self) -> int:
-        """How many numbers it carries."""
+        """The total number of elements in the tensors."""
         return sum(tensor.numel() for tensor in self.tensors.values())

@@ -1,4 +1,4 @@
-"""What a client's batch is trained for, where that is not just the module's own loss.
+"""Client objectives that extend or replace the module's own loss.
 
 A method changes the objective by `Algorithm.loss`. An `Objective` does so beside any method:
 ``FederatedLoop(objective=...)``.
@@ -24,22 +24,22 @@ from lightning_lowrank.federated.state import ClientContext
 
 
 class Objective(Configured, ABC):
-    """Changes what a client's batch is trained for, beside any method."""
+    """Changes the objective of clients' batches, in combination with any method."""
 
     changes_result: ClassVar[bool] = True
     """Whether `loss` returns something else than ``training_step`` does. A module that optimizes manually ignores that,
     so that the fit is refused. It is false where `loss` acts only while ``training_step`` runs, as by a hook."""
 
     def begin(self, client: ClientContext) -> None:
-        """Put what `loss` needs in this round into ``client.round_state``. Called after the method's own `begin`."""
+        """Prepare `loss` by entries in ``client.round_state``. Called after the method's own `begin`."""
 
     @abstractmethod
     def loss(self, step: LocalStep, batch: Any, training_step: Callable[[], Any]) -> Any:
-        """Return the objective of a batch; as `Algorithm.loss`."""
+        """The objective of a batch; see `Algorithm.loss`."""
 
 
 class MaskAbsentClasses(Objective):
-    r"""Leave the classes that a client has no samples of out of its loss (masked cross-entropy).
+    r"""Masked cross-entropy: leave classes without a sample at the client out of the client's loss.
 
     While a client trains, the logits of these classes are replaced, and no gradient flows through them. Validation sees
     all classes. FedHM (arXiv:2111.14655, Section 4.1) and HeteroFL (arXiv:2010.01264, Section 3) train so.
@@ -74,7 +74,7 @@ class MaskAbsentClasses(Objective):
         self.masking = masking
 
     def begin(self, client: ClientContext) -> None:
-        """Note which classes the client has samples of."""
+        """Store a mask of the classes that the client's samples have."""
         module = client.base.module
         owners = (part_of(module, self.layer), module)
         classes = self.classes or next((each.num_classes for each in owners if hasattr(each, "num_classes")), None)
@@ -118,7 +118,7 @@ class MaskAbsentClasses(Objective):
 
 
 def part_of(module: nn.Module, name: str) -> nn.Module:
-    """Return a submodule by its name.
+    """The submodule of a given name.
 
     Raises:
         MisconfigurationException: If there is none.
@@ -133,7 +133,7 @@ def part_of(module: nn.Module, name: str) -> nn.Module:
 
 @dataclass
 class Call:
-    """One call of a submodule: its arguments, and what it returned."""
+    """One recorded call of a submodule: arguments and output."""
 
     inputs: tuple[Any, ...]
     keywords: dict[str, Any]
@@ -141,7 +141,7 @@ class Call:
 
 
 def present_classes(labels: Tensor, classes: int, needed: str, advice: str) -> Tensor:
-    """Return for each class whether a client has samples of it, as booleans of shape ``[classes]``.
+    """Which classes occur in a client's labels: a boolean tensor of shape ``[classes]``.
 
     Args:
         labels: The labels of the client's samples.
@@ -161,7 +161,7 @@ def present_classes(labels: Tensor, classes: int, needed: str, advice: str) -> T
 
 @contextmanager
 def recorded(module: nn.Module, name: str) -> Iterator[list[Call]]:
-    """Record the calls of a submodule, such as that in a training step, whose features or logits a loss needs."""
+    """Record the calls of a submodule, for losses that need its features or logits."""
     calls: list[Call] = []
     handle = part_of(module, name).register_forward_hook(
         lambda layer, inputs, keywords, output: calls.append(Call(inputs, keywords, output)), with_kwargs=True
@@ -174,7 +174,7 @@ def recorded(module: nn.Module, name: str) -> Iterator[list[Call]]:
 
 @torch.no_grad()
 def with_weights(module: nn.Module, name: str, model: Mapping[str, Tensor], call: Call) -> Any:
-    """Return what a submodule would have returned with other weights, without a gradient.
+    """The output of a submodule with other weights, for the arguments of a recorded call; without gradients.
 
     Args:
         module: The module.
@@ -184,19 +184,19 @@ def with_weights(module: nn.Module, name: str, model: Mapping[str, Tensor], call
     """
     prefix = f"{name}." if name else ""
     part = part_of(module, name)
-    # Copies, for a layer in training mode writes to its buffers.
+    # Copies, because a layer in training mode writes to its buffers.
     own = {key: value.clone() for key, value in part.named_buffers()}
     own |= {key.removeprefix(prefix): value.clone() for key, value in model.items() if key.startswith(prefix)}
     return functional_call(part, own, call.inputs, call.keywords)
 
 
 def loss_of(output: Any) -> Tensor:
-    """Return the loss in what a training step returned."""
+    """The loss in the output of a training step."""
     return output["loss"] if isinstance(output, Mapping) else output
 
 
 def add_to_loss(output: Any, term: Tensor) -> Any:
-    """Return what a training step returned, with ``term`` added to its loss."""
+    """The output of a training step, with ``term`` added to its loss."""
     if isinstance(output, Mapping):
         return {**output, "loss": output["loss"] + term}
     return output + term

@@ -1,4 +1,4 @@
-"""Where a federated run stands, so that it can go on from a checkpoint."""
+"""Position of a federated run, saved in checkpoints."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 @dataclass
 class Progress:
-    """Where a run stands.
+    """The position of a federated run: round, chunk, and number of steps.
 
     Args:
         round: Number of the round, from 0; -1 before the first.
@@ -31,13 +31,13 @@ class Progress:
     processes: int = 1
 
     def begin(self, number: int) -> None:
-        """Stand before the first turn of a round."""
+        """Move to the start of a round."""
         self.round, self.chunk = number, 0
 
     def state_dict(self) -> dict[str, Any]:
-        """Return it as plain Python."""
+        """The position as plain Python."""
         return dict(vars(self))
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from `state_dict`'s result."""
+        """Restore the result of `state_dict`."""
         vars(self).update(state)

@@ -1,4 +1,4 @@
-"""What few methods need: five protocols, which the loop looks for in an `Algorithm`.
+"""Five protocols for methods that need more than the hooks of `Algorithm`.
 
 A method is one by inheritance, ``class FedMUD(ChangesBase)``, and overrides what it needs; the defaults are those of
 federated averaging. ``ChangesBase.of(algorithm)`` is the method itself, or a method of these defaults.
@@ -22,12 +22,12 @@ from lightning_lowrank.federated.state import Base, ClientContext, ClientInfo, S
 class _Protocol(Algorithm):
     @classmethod
     def of(cls, algorithm: Algorithm) -> Self:
-        """The method if it is one of this protocol; otherwise one that has the defaults."""
+        """``algorithm`` itself if it implements this protocol; otherwise an object with the protocol's defaults."""
         return algorithm if isinstance(algorithm, cls) else cls()
 
 
 class ChangesBase(_Protocol):
-    """A method that changes frozen weights or ``base.state``, or that redraws what its trained tensors multiply.
+    """A method that changes frozen weights or ``base.state``, or that redraws the factors of its trained tensors.
 
     Frozen parameters and ``base.state`` are the same on the server and all clients. The server calls `announce`, and
     every side makes the change in `update_base`. Clients that sit the round out hear of it too.
@@ -39,7 +39,7 @@ class ChangesBase(_Protocol):
         return not inherits(self, "update_base")
 
     def announce(self, server: Server, update: Mapping[str, Tensor]) -> None:
-        """Have every side call `update_base` with ``update``: the server now, sites with the next broadcast.
+        """Have `update_base` called with ``update`` everywhere: on the server now, at sites with the next broadcast.
 
         The tensors travel with that broadcast to all clients, also to those that sit the round out. A lossy downlink
         encodes them once, and the server too takes them as they are decoded. Called at most once a round.
@@ -56,7 +56,7 @@ class ChangesBase(_Protocol):
         """
 
     def reference(self, base: Base, received: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
-        """The values that server and client both know, from which the client's message differs little.
+        """Reference values that server and client know; codecs encode a client's message as a difference from them.
 
         They are what a client's training starts from: what it received, and redrawn factors that ``base.state`` holds.
         Channels that lose something send differences from them.
@@ -64,7 +64,7 @@ class ChangesBase(_Protocol):
         return received
 
     def drawn_in(self, name: str, round_number: int) -> int:
-        """The round before which what a message's tensor multiplies was last redrawn; 0: never.
+        """The latest round before which the factor that multiplies a message's tensor was redrawn; 0: never.
 
         Error feedback forgets losses of this tensor in earlier rounds, and with ``optimizer_state="keep"`` a client
         forgets the moments of a parameter of this name: for the new factors or subspace those numbers have no meaning.
@@ -84,22 +84,22 @@ class UnequalClients(_Protocol):
     """A method whose clients train different parts of the model, or models of different rank or width."""
 
     def group_key(self, client: ClientInfo) -> Hashable:
-        """What must be equal for clients that step together in the round ``client.round``."""
+        """A key that must be equal for clients that step together in the round ``client.round``."""
         return None
 
     def configure(self, base: Base, client: ClientInfo | None) -> None:
-        """Make what the module computes, apart from its tensors' values, that of ``client``; of the server for None.
+        """Configure the module's computation, apart from tensor values, for ``client``; ``None``: for the server.
 
         Called before `begin` (once for clients that step together, whose `group_key` is one), and whenever the module
         becomes the global model.
         """
 
     def model_for(self, server: Server, client: ClientInfo) -> Mapping[str, Tensor]:
-        """The global model as ``client`` would be given it."""
+        """The global model in the form in which ``client`` would receive it."""
         return server.model
 
     def has_whole_model(self, server: Server, client: ClientInfo, state: State) -> bool:
-        """Whether a client's own model is the global one with the client's own tensors in their places.
+        """Whether a client's personal model is the global model with some tensors replaced by the client's own.
 
         Checkpoints hold these and no other model of a client: `load_dense` refuses other clients. ``state`` is what the
         client keeps.
@@ -107,22 +107,22 @@ class UnequalClients(_Protocol):
         return inherits(self, "model_for", "personal_model")
 
     def variants(self, server: Server) -> Mapping[str, Mapping[str, Tensor]]:
-        """Further global models by name, such as one for each size of client, which are evaluated as well."""
+        """Further global models for evaluation, by name, such as one for each size of client."""
         return {}
 
     def computed(self, base: Base, client: ClientInfo) -> Mapping[str, float]:
-        """The share of each parameter with which ``client`` computes; 1 for others. For `SystemModel`.
+        """The share of each parameter that takes part in ``client``'s computation; 1 if not listed. For `SystemModel`.
 
         In a simulation a client that has a part of the network computes with all of it, the rest being zero.
         """
         return {}
 
     def rank_limit(self, module: nn.Module) -> int:
-        """The largest rank that a site may state for itself; 0 if it may state none."""
+        """The largest rank that a site may choose for itself; 0 if sites may not choose."""
         return 0
 
     def set_rank(self, client: int, rank: int) -> None:
-        """Give a client the rank that its site states. Called before `setup`.
+        """Set the rank that a client's site chose. Called before `setup`.
 
         Raises:
             MisconfigurationException: If clients cannot have ranks of their own.
@@ -141,17 +141,17 @@ class OwnCodec(_Protocol):
     encodes_values: bool = False
 
     def downlink(self, base: Base) -> Codec | None:
-        """The codec that decodes the method's broadcasts, if they have one of its own."""
+        """The codec that decodes the method's broadcasts; ``None`` if they need none."""
         return None
 
     def reference(self, base: Base, received: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
-        """The values from which the client's message differs little; tensors that are changes themselves have none."""
+        """The reference values of a client's message; tensors that are changes themselves have none."""
         return received
 
     def upload_origin(
         self, base: Base, model: Mapping[str, Tensor], received: Mapping[str, Tensor]
     ) -> Mapping[str, Tensor]:
-        """The values from which a client's message differs by the client's change; by default `reference`.
+        """The values for which a client's message minus them is the client's change; by default `reference`.
 
         Attacks, robust rules, `ClientPrivacy` and a server of sites measure changes by them. Tensors that are changes
         themselves have none.
@@ -165,19 +165,19 @@ class OwnCodec(_Protocol):
 
 
 class Personal(_Protocol):
-    """A method whose clients have models of their own, or keep something that its server counts on.
+    """A method whose clients have personal models, or states that the server relies on.
 
     Tensors that a client keeps as ``client.state["personal"]`` need no protocol: they take the places of the global
     model's of the same names when the client is evaluated.
     """
 
     def personal_model(self, client: ClientContext, model: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
-        """The model that the client itself would use, given the server's model for it."""
+        """The client's personal model, given the server's model for the client."""
         own = {**client.state.get("buffers", {}), **client.state.get("personal", {})}
         return {**model, **own} if own else model
 
     def stand_in(self, server: Server, client: ClientInfo) -> State:
-        """What `begin` and `end` need of the ``state`` of a client that is elsewhere.
+        """A template of the ``state`` of a client at a real site, as far as `begin` and `end` need it.
 
         A server tries the client's half to learn the form of a client's message. Only names, shapes and types matter.
         By default that is the state of a client that has never taken part. If a broadcast leaves out what the client
@@ -186,21 +186,21 @@ class Personal(_Protocol):
         return {}
 
     def forget(self, server: Server, client: ClientInfo) -> None:
-        """Take note that a client, which is elsewhere, has lost its ``state`` and continues as a new one."""
+        """Handle the loss of a site's ``state``: the client continues as a new one."""
 
 
 class OwnSteps(_Protocol):
-    """A method that makes its steps itself, or whose steps take more than a forward and a backward pass."""
+    """A method that makes its local steps itself, or whose steps need several forward and backward passes."""
 
     def local_update(self, step: LocalStep, update: Callable[[], None]) -> None:
-        """Train on one batch; ``update()``, which may be called several times, is a step of the user's optimizer.
+        """Train on one batch; each call of ``update()`` is a step of the user's optimizer.
 
         `Algorithm.loss` and `Algorithm.before_step` are called in each ``update()``.
         """
         update()
 
     def passes(self, client: ClientInfo) -> tuple[float, float]:
-        """The forward and the backward passes that ``client`` takes on a batch. For `SystemModel`."""
+        """The numbers of forward and backward passes per batch of ``client``. For `SystemModel`."""
         return 1, 1
 
 
@@ -208,7 +208,7 @@ PROTOCOLS: tuple[type[Algorithm], ...] = (ChangesBase, UnequalClients, OwnCodec,
 
 
 def inherits(algorithm: Algorithm, *methods: str) -> bool:
-    """Whether an algorithm has all of these hooks as federated averaging has them."""
+    """Whether an algorithm overrides none of these hooks."""
 
     def default(name: str) -> Any:
         return next(getattr(kind, name) for kind in (Algorithm, *PROTOCOLS) if hasattr(kind, name))
@@ -217,7 +217,7 @@ def inherits(algorithm: Algorithm, *methods: str) -> bool:
 
 
 def check_protocols(algorithm: Algorithm) -> None:
-    """Refuse a method that has a hook without its protocol, or an attribute in place of a claim.
+    """Refuse a method with a protocol's hook but not the protocol, or with an attribute in place of a claim.
 
     Raises:
         MisconfigurationException: If the loop would never look at it.
@@ -243,13 +243,13 @@ def check_protocols(algorithm: Algorithm) -> None:
 
 
 def needs_only_mean(algorithm: Algorithm) -> bool:
-    """Whether the server's half does the same with the clients' mean in place of each message."""
+    """Whether a method's server half only needs the mean of the clients' messages."""
     claimed = algorithm.claims.needs_only_mean
     return inherits(algorithm, "receive") if claimed is None else claimed
 
 
 def reference(algorithm: Algorithm, base: Base, received: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
-    """The values that server and client both know, from which the client's message differs little."""
+    """A method's reference values; codecs encode a client's message as a difference from them."""
     if isinstance(algorithm, (ChangesBase, OwnCodec)):
         return algorithm.reference(base, received)
     if algorithm.claims.sends_changes:
@@ -260,14 +260,14 @@ def reference(algorithm: Algorithm, base: Base, received: Mapping[str, Tensor]) 
 def upload_origin(
     algorithm: Algorithm, base: Base, model: Mapping[str, Tensor], received: Mapping[str, Tensor]
 ) -> Mapping[str, Tensor]:
-    """The values from which a client's message differs by the client's change; see `OwnCodec.upload_origin`."""
+    """A method's reference values for the change in a client's message; see `OwnCodec.upload_origin`."""
     if isinstance(algorithm, OwnCodec):
         return algorithm.upload_origin(base, model, received)
     return reference(algorithm, base, {**model, **received})
 
 
 def state_rank(algorithm: Algorithm, client: int, rank: int) -> None:
-    """Give a client the rank that its site states.
+    """Set the rank that a client's site chose.
 
     Raises:
         MisconfigurationException: If clients of the method cannot have ranks of their own.

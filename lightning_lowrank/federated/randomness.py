@@ -1,4 +1,4 @@
-"""The process's random number generators, seeded for each step and given back."""
+"""The process's random number generators: seeded for each step, and restored."""
 
 from __future__ import annotations
 
@@ -29,14 +29,14 @@ _OF_THE_PROCESS = (
     getattr(np.random.mtrand, "_rand", None),
     torch.default_generator,
 )
-# As albumentations calls it, and MONAI.
+# The names of such methods in albumentations and MONAI.
 _SEEDERS = ("set_random_seed", "set_random_state")
 _SAMPLES = 1_000
 """Entries above which a container is taken to hold samples, not transforms."""
 
 
 class StepRandomness:
-    """Gives the process's random number generators back after steps that seed them.
+    """Saves the process's random number generators, seeds them for steps, and restores them.
 
     PyTorch's dropout and most augmentations draw from the global generators. Between `open` and `close` those (torch's
     of the CPU and of the device in use, ``random``, NumPy) are a function of (seed, round, client, step) alone. torch's
@@ -55,11 +55,11 @@ class StepRandomness:
 
     @property
     def has_device(self) -> bool:
-        """Whether a device beside the CPU has a generator."""
+        """Whether a device other than the CPU has a generator."""
         return self._device is not None
 
     def open(self, seed: int | None = None) -> None:
-        """Keep the generators' state, unless that has been done already.
+        """Save the generators' state, unless it is already saved.
 
         Args:
             seed: Seeds the device's generator, from which a dataset may draw. `SeededBatches` seeds the others.
@@ -73,7 +73,7 @@ class StepRandomness:
             self._device.manual_seed(seed)
 
     def close(self) -> None:
-        """Give torch's generators back as `open` found them; does nothing where it was not called."""
+        """Restore torch's generators to the state that `open` saved; does nothing without `open`."""
         if self._torch is not None:
             cpu, of_device = self._torch
             torch.default_generator.set_state(cpu)
@@ -82,13 +82,13 @@ class StepRandomness:
             self._torch = None
 
     def seed(self, seed: int) -> None:
-        """Seed all generators; to be called after `open`."""
+        """Seed all generators; call it after `open`."""
         seed_process(seed)
         if self._device is not None:
             self._device.manual_seed(seed)
 
     def release(self) -> None:
-        """Give all generators back."""
+        """Restore all generators."""
         self.close()
         if self._others is not None:
             random.setstate(self._others[0])
@@ -97,7 +97,7 @@ class StepRandomness:
 
 
 class OwnGenerators:
-    """The generators that a data set and its transforms hold themselves, which `seed_process` does not reach.
+    """Random generators inside a dataset and its transforms, which `seed_process` does not reach.
 
     These are NumPy's, torch's and ``random.Random`` in attributes, containers and closures, such as ``self.rng``, and
     objects with a method ``set_random_seed(seed)`` or ``set_random_state(seed)``, such as transforms of albumentations
@@ -119,7 +119,7 @@ class OwnGenerators:
         self._seeders = [seeder for root in roots for seeder in _seeders(root)]
 
     def seed(self, seed: int) -> None:
-        """Seed all of them, each in another way."""
+        """Seed all generators, each with a different seed."""
         for number, seeder in enumerate(self._seeders):
             seeder(derive_seed(seed, "own generator", number) & 0xFFFFFFFF)
 
@@ -143,7 +143,7 @@ def _seeder_of(item: Any) -> Callable[[int], Any] | None:
         return functools.partial(_seed_numpy, item)
     if isinstance(item, torch.Generator):
         return item.manual_seed
-    # A data set's own may be for other things than its transforms, which are found in it.
+    # A dataset's own method may seed something else; its transforms are found by the walk.
     names = () if isinstance(item, Dataset) else _SEEDERS
     return next((functools.partial(_call, item, name) for name in names if _takes_seed(type(item), name)), None)
 
@@ -162,13 +162,13 @@ def _call(item: Any, name: str, seed: int) -> None:
 
 
 def seed_process(seed: int) -> None:
-    """Seed torch's generator on the CPU, ``random`` and NumPy's global one."""
+    """Seed torch's CPU generator, ``random``, and NumPy's global generator."""
     random.seed(seed)
     np.random.seed(seed & 0xFFFFFFFF)
-    # torch.manual_seed formats a stack trace for every device that is not in use, which costs more than a small step.
+    # torch.manual_seed formats a stack trace for each unused device, which costs more than a small step.
     torch.default_generator.manual_seed(seed)
 
 
 def step_seed(client_seed: int, step: int) -> int:
-    """Return the seed of one of a client's steps, below 2**63."""
+    """The seed of a client's step, below 2**63."""
     return (client_seed + step) & 0x7FFFFFFFFFFFFFFF

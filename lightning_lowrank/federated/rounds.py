@@ -1,4 +1,4 @@
-"""The course of rounds: what happens at a chunk's first batch, at its last, and at the round's end.
+"""The course of a round: begin, clients' turns, aggregation.
 
 `FederatedLoop` calls it from Lightning's hooks. An `Execution` has the clients' half of a round, and reaches the
 server's by an `Exchange`.
@@ -86,7 +86,7 @@ class Rounds(OfTheRun):
         self._to_device = functools.partial(_to_device, device=self._module.device)
         self._ended = False
         samples = data.divided().sizes.tolist()
-        # Before a step of theirs is tried.
+        # Before trial steps, which would change the optimizers' attributes.
         self._optimizers = ClientOptimizers(trainer, settings)
         self._optimizers.check(settings.clients_with_settings(len(samples)))
         if before is None:
@@ -114,12 +114,12 @@ class Rounds(OfTheRun):
                     stage.load_state_dict(earlier.state_dict())
         if restored is not None:
             exchange.load_state_dict(restored["server"], self._to_device)
-            # A secret by which cohorts are drawn is another now.
+            # With ``secure``, the restored secret draws another cohort than a plan made before.
             data.plan = data.plan if exchange.private is None else None
         self.further = FurtherModels(data, exchange)
         exchange.setup(continues=before is not None and before.exchange.algorithm is settings.algorithm)
         if clock is not None and clock.counts_operations:
-            # Before an execution puts its own step in the place of the module's.
+            # Before an execution replaces the module's training step.
             clock.operations = Operations(settings.algorithm, server.base, *data.example())
         holder = int(np.argmax(data.planner.samples))
         if settings.algorithm.claims.needs_labels and data.labels_of(holder) is None:
@@ -142,19 +142,19 @@ class Rounds(OfTheRun):
             check_processes(processes, trainer, self._algorithm, settings.experiment_seed, data)
 
     def _group_key(self, client: int, round_number: int) -> tuple[Any, ...]:
-        """Return what clients that step together have in common: their method's key, moments, and options."""
+        """A key that is equal for clients that may step together: their method's key, moments, and options."""
         info = self.exchange.info(client, round_number)
         state = self.exchange.states[client]
         return UnequalClients.of(self._algorithm).group_key(info), self._optimizers.key(client, state, round_number)
 
     def take_optimizers(self, trainer: Any) -> None:
-        """Go on with optimizers and schedulers that the trainer has set up anew."""
+        """Switch to optimizers and schedulers that the trainer has set up again."""
         self.execution.optimizers = self._optimizers = ClientOptimizers(trainer, self._settings)
         self.exchange.server.base.optimizers = trainer.optimizers
         self.exchange.setup(continues=True)
 
     def start(self) -> Callable[[], None]:
-        """Let the algorithm train in its own way, where it has one, and return what ends that."""
+        """Prepare local training; return a function that undoes it."""
         self._isolation = Isolation(self._trainer, self.execution.stacked)
         readers = readers_in_steps(self._module)
         if readers and self.execution.stacked:
@@ -171,14 +171,14 @@ class Rounds(OfTheRun):
         return ends.close
 
     def resume(self, state: Mapping[str, Any]) -> None:
-        """Go on from `state_dict`'s result, of which the exchange has its part."""
+        """Restore the result of `state_dict`, except for the exchange's part."""
         progress, execution = self._progress, self.execution
-        # The plan has been made by now.
+        # The plan has been made with these chunks.
         self._data.resumed_chunks = None
         if not progress.round_open:
             return
         self._optimizers.load_state_dict(state["optimizers"])
-        # A checkpoint saved inside a client has its own options.
+        # A checkpoint saved inside a client's turn has that client's options.
         self._optimizers.wind_back()
         execution.begin_round()
         self._isolation.begin_round()
@@ -198,10 +198,10 @@ class Rounds(OfTheRun):
         self._optimizers.begin_round()
         self._local.begin_round()
 
-    # A client's turn
+    # Turns of clients
 
     def turn(self) -> bool:
-        """Train the round's next client, and after the last one aggregate.
+        """Train the round's next client; after the last one, aggregate.
 
         Returns:
             Whether the module ended the round.
@@ -216,7 +216,7 @@ class Rounds(OfTheRun):
                 return False
         progress.chunk = number + 1
         if ends_round and self._processes is not None:
-            # The others go on, and wait for this one at the round's end.
+            # Other processes continue; this one waits for them at the round's end.
             self._ended, ends_round = True, False
         if ends_round or progress.chunk >= plan.turns:
             self.aggregate()
@@ -227,15 +227,15 @@ class Rounds(OfTheRun):
 
     @property
     def logbook(self) -> Logbook:
-        """Where what is logged is collected."""
+        """The logbook that collects logged values."""
         return self._local.logbook
 
     def end_epoch(self) -> None:
-        """Let Lightning have what was logged of the round, also where it was cut short."""
+        """Pass the round's logged values on to Lightning, also if the round was cut short."""
         self._local.logbook.end_round()
 
     def _train(self, chunk: Chunk) -> bool:
-        """Make a client begin, train it, and hand over what it sends; return whether the module ended the round."""
+        """Train a chunk: begin, local steps, messages. Return whether the module ended the round."""
         local, ends_round = self._local, False
         try:
             chunk = self._open(chunk)
@@ -256,20 +256,20 @@ class Rounds(OfTheRun):
         return ends_round
 
     def _end_client(self) -> None:
-        """Send the message of the live module's client."""
+        """Send the messages of the open chunk, and count its steps."""
         self._local.end()
         self._progress.client_steps += self._local.client_steps
         self._end_chunk(self._local.made)
 
     def _give_up(self, clients: Sequence[int], error: Exception) -> None:
-        """Drop the open clients, which have failed."""
+        """Drop the open clients after a failure."""
         self._let_go()
         self._drop(clients, error, self.execution.before)
 
     def _let_go(self) -> None:
-        """Close a chunk whose clients send nothing."""
+        """Close a chunk whose clients send no message."""
         self._data.randomness.close()
-        # A client that fails as it ends has been counted.
+        # Steps of a client that fails at its end have been counted already.
         self._progress.client_steps += self._local.client_steps if self._local.drop() else 0
         leave_step(self._trainer)
         self.execution.abandon()
@@ -277,7 +277,7 @@ class Rounds(OfTheRun):
         self._progress.chunk_open = False
 
     def _open(self, chunk: Chunk) -> Chunk:
-        """Make a chunk's clients begin; return the chunk of those that did."""
+        """Have a chunk's clients begin; return the chunk of the clients that did not fail."""
         self._optimizers.wind_back()
         self._before_client = self.exchange.state_of_transfers()
         self._opened = chunk
@@ -302,7 +302,7 @@ class Rounds(OfTheRun):
         return chunk
 
     def _look(self, batch: Any) -> None:
-        """Warn once of what earlier clients have left that changes a later client's first step, on ``batch``."""
+        """Warn once of attributes that earlier clients changed, if they affect a later client's step on ``batch``."""
         isolation = self._isolation
         if not isolation.watched or self._carried is None:
             return
@@ -327,7 +327,7 @@ class Rounds(OfTheRun):
             self._drop([client], error, self.execution.before)
 
     def _drop(self, clients: Sequence[int], error: Exception, before: Mapping[int, State]) -> None:
-        """Go on without clients that failed, which keep what they did ``before`` the round."""
+        """Continue without failed clients, whose states become those of ``before``."""
         reason = described(error)
         if reason in self._failed_alike:
             self._failed_alike[reason] += clients
@@ -339,7 +339,7 @@ class Rounds(OfTheRun):
             self.exchange.drop(client, before[client], error)
 
     def _said_lone(self, clients: Sequence[int]) -> bool:
-        """Warn once of clients whose last batch has one sample; return whether one of ``clients`` is among them."""
+        """Warn once of clients whose last batch has one sample; return whether all of ``clients`` are such."""
         loader, samples = self._data.training_loader, self._data.planner.samples
         assert loader is not None
         lone = [client for client in range(len(samples)) if leaves_one(int(samples[client]), loader)]
@@ -352,14 +352,14 @@ class Rounds(OfTheRun):
                 f" {loader.batch_size}.",
                 stacklevel=2,
             )
-        # Those that step together with one of them fail too.
+        # One such client fails its whole chunk, so other clients of the chunk fail too.
         return {*clients} <= {*lone}
 
     def _warn_of(self, clients: Sequence[int], reason: str) -> None:
         warnings.warn(f"round {self._progress.round} goes on without {named(clients)}{reason}", stacklevel=2)
 
     def aggregate(self) -> None:
-        """End the round, if one is open, and make the module the new global model."""
+        """End the round, if one is open, and load the new global model into the module."""
         if self._progress.round_open:
             self._aggregate()
 
@@ -374,7 +374,7 @@ class Rounds(OfTheRun):
         total = self.exchange.end_round(self._optimizers, mine)
         progress.client_steps = progress.client_steps_before + total
         if self._processes is not None:
-            # Alike in all processes, also where the round is cut short.
+            # Equal in all processes, also if the round is cut short.
             progress.chunk = self._data.current_plan().turns
         self.exchange.show_global(self.execution.live)
         self._isolation.put_back()
@@ -383,9 +383,9 @@ class Rounds(OfTheRun):
         self.exchange.states.offload()
 
     def stop_if_spent(self, number: int) -> None:
-        """End the fit, with a message, where round ``number`` would pass the budget of `ClientPrivacy`."""
+        """Stop the fit, with a message, if round ``number`` would exceed the budget of `ClientPrivacy`."""
         private = self.exchange.private
-        # A checkpoint may be of the end of a round whose epoch goes on.
+        # A checkpoint may lie between the end of a round and the end of its epoch.
         if private is not None and private.released <= number and private.exhausted:
             self._trainer.should_stop = True
             rank_zero_info(f"the fit ends here: {private.exhausted}")
@@ -401,7 +401,7 @@ class Rounds(OfTheRun):
             self.execution.abandon()
 
     def figures(self) -> dict[str, float]:
-        """Return what is logged of the round."""
+        """The round's logged figures."""
         plan, answers, samples = self._data.current_plan(), self.exchange.answers, self.exchange.samples
         return {
             **self.exchange.figures(),
@@ -412,7 +412,7 @@ class Rounds(OfTheRun):
         }
 
     def state_dict(self) -> dict[str, Any]:
-        """Return all that a resumed run needs, as tensors and plain Python.
+        """The state for a resumed run, as tensors and plain Python.
 
         Raises:
             MisconfigurationException: Inside a round that several processes share.
@@ -427,7 +427,7 @@ class Rounds(OfTheRun):
         server = self.exchange.state_dict()
         saved = progress.state_dict()
         if progress.chunk_open:
-            # The clients begin again in a run that is resumed, those too that failed to begin.
+            # A resumed run repeats the chunk from its start, with the clients that failed to begin.
             plan = plan and plan.with_chunk(progress.chunk, self._opened)
             before = self._before_client
             server = {
@@ -447,13 +447,13 @@ class Rounds(OfTheRun):
             "names": list(self._data.divided().names or ()),
             "chunks": [list(chunk.clients) for chunk in plan.chunks] if plan and progress.round_open else None,
             "optimizers": self._optimizers.state_dict(),
-            # The open client begins again.
+            # A resumed run repeats the open client.
             "inside": progress.round_open and progress.chunk_open,
         }
 
 
 def _to_device(tree: Any, device: torch.device) -> Any:
-    """Move what a checkpoint holds to a device; float64 tensors stay on the CPU where the device has none."""
+    """Move a checkpoint's tensors to a device; float64 tensors stay on the CPU if the device lacks float64."""
 
     def moved(tensor: Tensor) -> Tensor:
         return move_data_to_device(tensor, home_of(tensor.dtype, device))

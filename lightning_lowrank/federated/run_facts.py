@@ -1,4 +1,4 @@
-"""Keeps files beside a fit's metrics: what `lightning_lowrank.facts` describes, and a table of the judged clients."""
+"""Files next to a fit's metrics: facts on the run (see `lightning_lowrank.facts`), and a table of evaluated clients."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ from lightning_lowrank.layers.layer import low_rank_layers
 CLIENT_TABLES = {"validate": "clients.csv", "test": "clients_test.csv"}
 """Names of the tables of clients, as the last validation and the last test judged them."""
 
-# Whose folders hold facts of this process. A folder's facts may also be of an earlier run in the same place.
+# Loggers whose folders have facts written by this process; a folder may also hold those of an earlier run.
 _WRITTEN: WeakSet[CSVLogger] = WeakSet()
 
 
 class RunFacts:
-    """The facts of a fit from now on, in the folder of each of its `CSVLogger`s.
+    """Writes the facts of a fit into the folder of each `CSVLogger`.
 
     A fit that goes on with the same logger, whose metrics then hold the rounds before, counts from their first one.
 
@@ -68,14 +68,14 @@ class RunFacts:
             if folder in self._earlier:
                 earlier = self._earlier[folder]
                 facts["first_round"] = earlier["first_round"][0]
-                # How long a fit took that did not end is not known.
+                # The duration of a fit that did not end is unknown.
                 passed = seconds + earlier["seconds"][0] if seconds is not None and "seconds" in earlier else None
             if passed is not None:
                 facts["seconds"] = round(passed, 3)
             write_facts(folder, facts)
 
     def end(self) -> None:
-        """Add the seconds that have passed."""
+        """Write the elapsed seconds at the end of the fit."""
         self._write(time.perf_counter() - self._began)
 
 
@@ -86,7 +86,7 @@ def write_client_table(
     columns: Mapping[str, Mapping[int, float]],
     names: Sequence[str | int] | None,
 ) -> None:
-    """Write a line for each client that was judged into the folder of each `CSVLogger`.
+    """Write a table of the evaluated clients, one row each, into the folder of each `CSVLogger`.
 
     Args:
         trainer: The trainer.

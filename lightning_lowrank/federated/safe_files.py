@@ -1,4 +1,4 @@
-"""Files that a killed run can't spoil: checkpoints written as a whole, and temporary files that a later run deletes.
+"""Safe files: checkpoints that are never torn, and temporary files that a later run deletes.
 
 A temporary file or folder has its process's `mark` in its name.
 """
@@ -32,7 +32,7 @@ _IN_USE: set[Path] = set()
 
 
 def place() -> str:
-    """Where this process's number means something: its host, and there its container."""
+    """The scope of process ids: the host and its container (PID namespace)."""
     try:
         namespace = os.readlink("/proc/self/ns/pid").strip("pid:[]")
     except OSError:
@@ -41,18 +41,18 @@ def place() -> str:
 
 
 def mark() -> str:
-    """The name of this process's files: ``host-container@process``."""
+    """The owner's mark in names of temporary files: ``host-container@process``."""
     return f"{place()}@{os.getpid()}"
 
 
 def claim(path: Path) -> Path:
-    """Keep a file or folder of this process from being cleared by it."""
+    """Protect a file or folder of this process from `clear_left_behind`."""
     _IN_USE.add(path)
     return path
 
 
 def clear_left_behind(marked: Iterable[tuple[Path, str]]) -> None:
-    """Delete files of processes that have ended, and name old ones of another host or container.
+    """Delete temporary files of ended processes; warn of old ones from other hosts or containers.
 
     Args:
         marked: Files or folders, each with the mark in its name.
@@ -80,7 +80,7 @@ def _runs(process: int) -> bool:
     except ProcessLookupError:
         return False
     except OSError:
-        # It is another user's.
+        # The process exists and belongs to another user.
         return True
     return True
 
@@ -100,7 +100,7 @@ def _is_old(path: Path) -> bool:
 
 
 class WholeCheckpoints(TorchCheckpointIO):
-    """Lightning's default way to write checkpoints, but a run killed at any moment leaves no torn one.
+    """Lightning's default checkpoint writer, except that a killed run leaves no torn checkpoint.
 
     A checkpoint is written beside its target, to the disk, and then renamed, on whatever file system the target is.
     (Lightning writes into the temporary folder; if that is on another file system, its last move is a copy, which a
@@ -117,7 +117,7 @@ class WholeCheckpoints(TorchCheckpointIO):
     """
 
     def save_checkpoint(self, checkpoint: dict[str, Any], path: str | Path, storage_options: Any | None = None) -> None:
-        """Write a checkpoint beside ``path`` and rename it."""
+        """Write a checkpoint to a temporary file next to ``path``, then rename it."""
         if storage_options is not None or not _is_local(path):
             super().save_checkpoint(checkpoint, path, storage_options)
             return
@@ -129,7 +129,7 @@ class WholeCheckpoints(TorchCheckpointIO):
             for each in target.parent.glob(f".*{target.suffix}.*{_UNFINISHED}")
         )
         try:
-            # Whoever may write into the folder may have put a link there.
+            # Others with write access to the folder may have placed a link of this name.
             unfinished.unlink(missing_ok=True)
             with unfinished.open("xb") as file:
                 torch.save(checkpoint, file)
@@ -137,7 +137,7 @@ class WholeCheckpoints(TorchCheckpointIO):
                 os.fsync(file.fileno())
             unfinished.replace(target)
         except (OSError, RuntimeError) as error:
-            # torch gives an error of the system as text.
+            # torch reports a system error as text only.
             number = error.errno if isinstance(error, OSError) else _full(target.parent)
             if number not in _FULL:
                 raise
@@ -154,7 +154,7 @@ class WholeCheckpoints(TorchCheckpointIO):
         map_location: Callable[..., Any] | None = lambda storage, location: storage,
         weights_only: bool | None = None,
     ) -> dict[str, Any]:
-        """Load a checkpoint that is whole.
+        """Load a checkpoint after a check that it is complete.
 
         Raises:
             MisconfigurationException: If it is torn.
@@ -165,7 +165,7 @@ class WholeCheckpoints(TorchCheckpointIO):
 
 
 def _full(folder: Path) -> int | None:
-    """The number of the error of a full disk, if the folder's is full."""
+    """The error number ENOSPC if the folder's disk is full, else ``None``."""
     return errno.ENOSPC if shutil.disk_usage(folder).free < _LEAST_FREE else None
 
 
@@ -208,14 +208,14 @@ def _finalize_without_space(logger: Any) -> None:
 
 
 def written_whole(trainer: Any) -> AbstractContextManager[None]:
-    """Give a trainer `WholeCheckpoints` in the place of Lightning's default for a while."""
+    """A context in which a trainer uses `WholeCheckpoints` in place of Lightning's default."""
     if type(trainer.strategy.checkpoint_io) is not TorchCheckpointIO:
         return nullcontext()
     return replaced(trainer.strategy, checkpoint_io=WholeCheckpoints())
 
 
 def is_whole(path: str | Path) -> bool:
-    """Whether a checkpoint is complete, by the checksums that ``torch.save`` wrote."""
+    """Whether a checkpoint is complete, judged by the checksums that ``torch.save`` wrote."""
     try:
         with zipfile.ZipFile(path) as archive:
             return archive.testzip() is None
@@ -224,7 +224,7 @@ def is_whole(path: str | Path) -> bool:
 
 
 def check_whole(path: str | Path) -> None:
-    """Refuse a torn checkpoint, and name the newest whole one beside it.
+    """Raise if a checkpoint is torn; the message names the newest complete one in its folder.
 
     Raises:
         MisconfigurationException: If it is torn.

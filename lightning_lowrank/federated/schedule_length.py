@@ -1,4 +1,4 @@
-"""The length of learning rate schedules: the number of steps that a client makes in a whole fit."""
+"""The length of learning rate schedules: a client's number of steps in a whole fit."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from lightning_lowrank.internals.torch import schedule_length
 
 
 class ScheduleLength:
-    """Gives schedules their length: the steps in the fit of the client with the most.
+    """Replaces Lightning's count of steps by the number that schedules need: the steps of the client with the most.
 
     Step-wise schedulers make the steps of the client with the most in each round, and Lightning asks for their number
     before the first round. Its own length is the mean of that client's batches in a round, rounded up, so that it
@@ -29,7 +29,7 @@ class ScheduleLength:
 
     def __init__(self, trainer: Any, data: RoundData) -> None:
         self._trainer, self._data = trainer, data
-        # A fit that goes on from a checkpoint makes schedules as the one that began there.
+        # A fit that resumes from a checkpoint builds its schedules for the whole fit, as the first one did.
         resumes = trainer.ckpt_path is not None
         self._first_round: int = 0 if resumes else trainer.current_epoch
         self._steps_before: int = 0 if resumes else trainer.global_step
@@ -39,7 +39,7 @@ class ScheduleLength:
         self._answers = FitLength(trainer, self, self._give)
 
     def install(self) -> Callable[[], None]:
-        """Answer from now on; return an end."""
+        """Answer Lightning's requests from now on; return a function that ends that."""
         return self._answers.install()
 
     def settle(self) -> None:
@@ -57,7 +57,7 @@ class ScheduleLength:
         return iter(self._data.training_loader or ())
 
     def __getattr__(self, name: str) -> Any:
-        """Return what else the training loader has, such as ``batch_size`` and ``dataset``."""
+        """Other attributes of the training loader, such as ``batch_size`` and ``dataset``."""
         if name.startswith("_"):
             raise AttributeError(name)
         self._planner()
@@ -68,11 +68,11 @@ class ScheduleLength:
         return self._given
 
     def outdated(self) -> bool:
-        """Whether the number that schedules were made with is not that of the execution chosen since."""
+        """Whether schedules were made for another number of steps than the chosen execution takes."""
         return self._given is not None and self._given != self._steps()
 
     def _steps(self) -> float:
-        """The number of steps of the client with the most, infinite where nothing ends the fit."""
+        """The number of steps of the client with the most; infinite if nothing ends the fit."""
         trainer, rounds = self._trainer, self._rounds()
         limit = None if trainer.max_steps == -1 else trainer.max_steps - self._steps_before
         if limit is None and not isinstance(rounds, range):
@@ -81,12 +81,12 @@ class ScheduleLength:
         if planner is not self._counted_by:
             self._counted_by, self._known = planner, {}
         if asked not in self._known:
-            # Where the last fit has reached max_steps, none is left.
+            # At least 1: a fit that continues after max_steps was reached has no step left.
             self._known[asked] = max(1, planner.client_steps(rounds, self._group_of, limit))
         return self._known[asked]
 
     def notes(self) -> list[str]:
-        """A sentence for each step-wise schedule of another length than a client's steps, or that may be."""
+        """Warnings on step-wise schedules whose length differs, or may differ, from a client's number of steps."""
         found = []
         keeps = self._data.stacked and self._data.settings.optimizer_state == "keep"
         if self._given is not None and keeps and self._trainer.max_steps != -1:
@@ -114,7 +114,7 @@ class ScheduleLength:
         return itertools.count(begin) if end == -1 else range(begin, max(end, begin + 1))
 
     def _planner(self) -> Any:
-        # Making the loader makes the planner.
+        # Accessing the loader creates the planner.
         _ = self._data.loader
         return self._data.planner
 

@@ -72,7 +72,7 @@ _SETTINGS_OF_LENGTH = ("local_epochs", "local_steps")
 
 
 def _meant(given: Any) -> str:
-    """The partition that an argument of another type was probably meant for."""
+    """A suggestion for a wrong ``partition`` argument: the partition that was probably meant."""
     if isinstance(given, type):
         return f"{given.__name__}(...), an object"
     if isinstance(given, (str, PathLike)):
@@ -253,9 +253,9 @@ class FederatedSettings(Configured):
         self.renew_seed()
         self.partition = IID() if self.partition is None else self.partition
         self.aggregator = WeightedMean() if self.aggregator is None else self.aggregator
-        # Settings as they were given and with ids for the clients' names; those of another fit may be other clients'.
+        # Per setting: the value as given, and the value with ids in place of names. A later fit may have other clients.
         self._named: dict[str, tuple[Any, Any]] = {}
-        # A site changes min_clients for its own rounds of one client.
+        # A site sets min_clients to 1 for its own rounds, so keep the original value.
         self.noise_shares = self.min_clients
         self._check_parts()
         self._check_stages()
@@ -317,7 +317,7 @@ class FederatedSettings(Configured):
         )
 
     def _check_chances(self) -> None:
-        """Keep arrays and tensors as lists, and refuse what is no number for each client or out of bounds."""
+        """Convert arrays and tensors to lists, and refuse values that are no chances or weights."""
         for name, other in (("sampling_weights", ""), ("availability", ", or a function of client id and round")):
             values = getattr(self, name)
             if isinstance(values, (np.ndarray, Tensor)) and values.ndim == 1:
@@ -416,22 +416,22 @@ class FederatedSettings(Configured):
 
     @property
     def least_answers(self) -> int:
-        """Least number of clients that must answer in a round; none where Poisson sampling may draw none."""
+        """The number of answers that a round needs; 0 with Poisson sampling, which may draw nobody."""
         return 0 if self.privacy is not None and self.privacy.poisson else self.min_clients
 
     def renew_seed(self) -> None:
-        """Take the seed given to ``seed_everything`` by now, where the experiment was given none of its own."""
+        """Read the current seed of ``seed_everything``, if the experiment has no seed of its own."""
         if self._seed_is_default:
             self.seed = default_seed()
 
     @property
     def experiment_seed(self) -> int:
-        """Seed of the experiment."""
+        """The experiment's seed."""
         assert self.seed is not None
         return self.seed
 
     def make_server(self, module: nn.Module, optimizers: Sequence[Optimizer] = (), clients: int = 0) -> Server:
-        """Return a server that has not begun, with its copy of the module."""
+        """A new server with its copy of the module."""
         assert self.aggregator is not None
         treat_as_buffers(module, self.ema_parameters)
         unsent = [name for name, value in trained_tensors(module).items() if value.is_complex()]
@@ -441,14 +441,14 @@ class FederatedSettings(Configured):
         return Server(base, clients=clients, aggregator=self.aggregator.fresh())
 
     def divide(self, dataset: Dataset) -> tuple[ClientIndices, Tensor | None, tuple[str, ...] | None]:
-        """Return which samples of a dataset each client has, and the labels and names where the settings need them."""
+        """The partition of a dataset; also its labels and their names, if the settings need labels."""
         assert self.partition is not None
         needed = self.partition.needs_labels or self.personal_test == "matched_labels"
         labels, names = find_named_labels(dataset, self.labels) if needed else (None, None)
         return self.partition.split(dataset, self.clients, self.experiment_seed, labels), labels, names
 
     def name_clients(self, names: Sequence[str | int] | None, count: int) -> None:
-        """Put ids for the clients' names in the settings, once it is known which client has which.
+        """Replace clients' names by ids in the settings, once the partition is known.
 
         Args:
             names: Names of the clients; ``None``: they have none.
@@ -504,7 +504,7 @@ class FederatedSettings(Configured):
                 setattr(self, setting, self._named[setting][1])
 
     def drawing(self) -> dict[str, Any]:
-        """Return the arguments of `RoundPlanner` that say who is drawn, once `name_clients` has put ids for names."""
+        """The arguments of `RoundPlanner` on the drawing of clients; call `name_clients` first."""
         privacy = self.privacy
         return {
             "seed": self.experiment_seed,
@@ -516,7 +516,7 @@ class FederatedSettings(Configured):
         }
 
     def cohort_size(self, count: int) -> int:
-        """Return how many of ``count`` clients a round draws.
+        """The number of clients that a round draws out of ``count`` clients.
 
         Raises:
             MisconfigurationException: If a setting names more clients than there are, or is a list of another length.
@@ -536,7 +536,7 @@ class FederatedSettings(Configured):
         return drawn
 
     def clients_with_settings(self, count: int) -> Sequence[int]:
-        """Return the ids of those of ``count`` clients that may have settings of their own."""
+        """The ids of the clients, out of ``count``, that may have settings of their own."""
         if callable(self.client_settings):
             return range(count)
         named = [client for client in self.client_settings or () if not isinstance(client, str)]
@@ -550,7 +550,7 @@ class FederatedSettings(Configured):
         return sorted(named)
 
     def settings_of(self, client: int) -> dict[str, Any]:
-        """Return what is otherwise for one client."""
+        """One client's own settings."""
         given = self.client_settings
         if not given:
             return {}
@@ -565,16 +565,16 @@ class FederatedSettings(Configured):
         return settings
 
     def options_of(self, client: int) -> dict[str, Any]:
-        """Return the optimizers' options that are one client's own."""
+        """One client's own optimizer options."""
         return {
-            # YAML has no tuples, such as betas.
+            # YAML has no tuples, which options such as betas need.
             name: tuple(value) if isinstance(value, list) else value
             for name, value in self.settings_of(client).items()
             if name not in _SETTINGS_OF_LENGTH
         }
 
     def batches_of(self, client: int, per_epoch: int) -> int:
-        """Return how many batches a client trains on in a round, given those of one pass over its samples."""
+        """The number of batches that a client trains on in a round; ``per_epoch`` is the number in one pass."""
         if not per_epoch:
             return 0
         own = self.settings_of(client)
@@ -585,7 +585,7 @@ class FederatedSettings(Configured):
         return self.local_steps or self.local_epochs * per_epoch
 
     def weight_of(self, client: ClientInfo) -> float:
-        """Return a client's weight in the mean.
+        """A client's weight in the mean.
 
         Raises:
             MisconfigurationException: If a function of the user's gives none that is finite and above 0.

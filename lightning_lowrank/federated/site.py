@@ -25,7 +25,7 @@ SEED_IS_KNOWN = (
 
 
 class SiteExchange(Exchange):
-    """Decodes the broadcasts that reach a site, which has no global model; a subclass sends what the client answers.
+    """The exchange of a real site, without a server: decodes broadcasts. A subclass sends the client's answers.
 
     Args:
         parts: What it connects. The server has a base, and nothing else.
@@ -47,13 +47,13 @@ class SiteExchange(Exchange):
 
     @abstractmethod
     def broadcasts(self, round_number: int) -> Iterable[bytes]:
-        """Encoded broadcasts that the site has not applied, in the order of rounds; this round's is the last.
+        """Encoded broadcasts that the site has not applied yet, in order of rounds; the last is this round's.
 
         One that is empty stands for a round in which nothing was sent.
         """
 
     def check_received(self, received: Mapping[str, Tensor]) -> None:
-        """Refuse a decoded broadcast that must not be applied, by raising an error."""
+        """Raise an error if a decoded broadcast must not be applied."""
 
     @override
     def begin_round(self, plan: RoundPlan, live: Mapping[str, Tensor], idle: int) -> None:
@@ -61,7 +61,7 @@ class SiteExchange(Exchange):
         self.server.round, self.server.cohort = plan.round, plan.clients
         for data in self.broadcasts(plan.round):
             decoded = move_data_to_device(self.wire.decode_down(base, data), base.device)
-            # An encoding has its own order of names. Methods that draw for one tensor after another need the module's.
+            # Sort names in the module's order, because methods may draw random numbers tensor by tensor.
             self.received = {name: decoded[name] for name in [*live, *decoded] if name in decoded}
             self.check_received(self.received)
             self.wire.keep_copy(base, self.received)

@@ -1,4 +1,4 @@
-"""The stages of a round: what looks at the messages between the server and its clients beside the method.
+"""Stages of a round, which process the messages between server and clients in addition to the method.
 
 An `Exchange` has a list of them: bytes (`Ledger`), simulated time (`Clock`), attackers (`Attackers`), client-level
 privacy (`PrivateMean`), and a user's own.
@@ -21,28 +21,28 @@ __all__ = ["Arrival", "RoundStage"]
 
 
 class Way(Protocol):
-    """What a stage may ask the server's half of a round, whose implementation is `Coordinator`."""
+    """The interface to the server's half of rounds that stages may use; `Coordinator` implements it."""
 
     algorithm: Algorithm
     server: Server
 
     @property
     def any_client(self) -> ClientInfo:
-        """The cohort's first client; one that stands for it in an empty cohort."""
+        """The cohort's first client; client 0 for an empty cohort."""
 
     def origin_of(self, client: ClientInfo) -> Mapping[str, Tensor]:
-        """The values, by name, of which a client's message has the change, as the client received them."""
+        """The reference values, by name, for the change in a client's message, as the client received them."""
 
     def exact_origin_of(self, client: ClientInfo) -> Mapping[str, Tensor]:
-        """The same values without the losses of the downlink."""
+        """The reference values without the losses of the downlink."""
 
     def form_of(self, client: ClientInfo) -> Message:
-        """A message of the round with the names, shapes, types and codec of a client's, without its values."""
+        """A template of the client's message: the same names, shapes, types and codec, without its values."""
 
 
 @dataclass
 class Arrival:
-    """A client's message as it reaches the server.
+    """A client's message at the server.
 
     Args:
         client: The client.
@@ -57,11 +57,11 @@ class Arrival:
     find_origin: Callable[[ClientInfo], Mapping[str, Tensor]]
 
     def copy(self) -> Arrival:
-        """The arrival with tensors of its own, for a stage that holds it back."""
+        """A copy with tensors of its own, for a stage that delays the arrival."""
         return replace(self, message=Message(detached(self.message.tensors), self.message.codec))
 
     def update(self) -> dict[str, Tensor]:
-        """The client's changes in float, by name; tensors without an origin are changes themselves.
+        """The client's change by name, floating-point tensors only. Tensors without reference values are changes.
 
         Integer tensors are left out.
         """
@@ -74,7 +74,7 @@ class Arrival:
 
 
 class RoundStage(Configured):
-    """A part of each round beside the method: ``FederatedLoop(stages=[...])`` takes instances of subclasses.
+    """A part of each round in addition to the method; ``FederatedLoop(stages=[...])`` takes instances of subclasses.
 
     All hooks do nothing by default. In the order of a round:
 
@@ -104,23 +104,23 @@ class RoundStage(Configured):
     """Name of the stage's state in checkpoints; by default the class's."""
 
     def setup(self, way: Way) -> None:
-        """Begin a fit on the server, before `load_state_dict`. ``way`` is the server's half of its rounds."""
+        """Begin a fit on the server, before `load_state_dict`; ``way`` is the server's half of its rounds."""
 
     def begin_round(self, server: Server) -> None:
-        """Begin a round: reset what `figures` returns."""
+        """Begin a round: reset the values that `figures` returns."""
 
     def down(self, client: ClientInfo, nbytes: int) -> None:
-        """A broadcast of so many encoded bytes is sent to a client of the cohort."""
+        """Called when a broadcast of ``nbytes`` encoded bytes is sent to a client of the cohort."""
 
     def began(self, client: ClientContext) -> None:
-        """A client has begun the round with what it received."""
+        """Called when a client has begun the round with its broadcast."""
 
     def up(self, client: ClientContext, message: Message) -> Message:
-        """The message that a client sends, before codecs, in place of ``message``."""
+        """The message to send in place of ``message``, before the uplink's codecs."""
         return message
 
     def answered(self, client: ClientInfo, steps: int, nbytes: int) -> Exception | None:
-        """A message of so many encoded bytes is received of a client after its local steps.
+        """Called when a client's message of ``nbytes`` encoded bytes is received, after its local steps.
 
         Returns:
             The reason to go on without the client; ``None`` (default) if there is none.
@@ -128,34 +128,34 @@ class RoundStage(Configured):
         return None
 
     def absent(self, client: int) -> None:
-        """A client of the cohort does not answer."""
+        """Called when a client of the cohort does not answer."""
 
     def arrived(self, arrival: Arrival) -> Arrival | None:
-        """What the next stage, and at the end the method, receives; ``None``: nothing before `release`.
+        """The arrival for the next stage, and finally the method; ``None`` delays it until `release`.
 
         The tensors may be the module's own, which the next client changes: hold a `Arrival.copy` back.
         """
         return arrival
 
     def release(self) -> Sequence[Arrival]:
-        """The arrivals that were held back, in the order in which the next stage receives them."""
+        """Delayed arrivals, in the order in which the next stage receives them."""
         return ()
 
     def end_round(self) -> None:
         """End a round, before `release`."""
 
     def figures(self) -> Mapping[str, float]:
-        """What is logged of the round, by name."""
+        """The round's logged figures, by name."""
         return {}
 
     # Processes, failures and checkpoints
 
     def counted(self) -> Any:
-        """The numbers, as plain Python, that `pool` needs of each of several processes that share a round."""
+        """This process's numbers for `pool`, as plain Python; processes that share a round exchange them."""
         return None
 
     def pool(self, start: Any, counts: Sequence[Any]) -> None:
-        """Make the round's numbers those of all processes that share it.
+        """Combine the round's numbers of all processes that share it.
 
         Args:
             start: The result of `counted` at the round's start, alike in all processes.
@@ -163,15 +163,15 @@ class RoundStage(Configured):
         """
 
     def checkpoint(self) -> Callable[[], None]:
-        """A function that takes back what arrives from now on."""
+        """A function that undoes all arrivals from now on."""
         return lambda: None
 
     def state_dict(self) -> dict[str, Any]:
-        """What a resumed run needs, as tensors and plain Python."""
+        """The state for a resumed run, as tensors and plain Python."""
         return {}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue from the result of `state_dict`."""
+        """Restore the result of `state_dict`."""
 
     @property
     def state_key(self) -> str:
@@ -180,12 +180,12 @@ class RoundStage(Configured):
 
 
 def sees_messages(stage: RoundStage) -> bool:
-    """Whether a stage reads or changes messages, and not their sizes alone."""
+    """Whether a stage reads or changes messages, rather than their sizes only."""
     return _overrides(stage, "began", "up", "arrived")
 
 
 def counts_transfers(stage: RoundStage) -> bool:
-    """Whether a stage's state changes as a client is sent its broadcast, or is dropped."""
+    """Whether a stage's state changes when a client is sent its broadcast or fails."""
     return _overrides(stage, "down", "absent")
 
 

@@ -1,4 +1,4 @@
-"""The parties of a round: what every side holds, what the server holds, and what a client may read.
+"""The state of server and clients in a round, and the part of it that a client may read.
 
 `FederatedLoop` makes them and saves them in checkpoints. The two halves of an `Algorithm` read and write them.
 """
@@ -24,7 +24,7 @@ State = dict[str, Any]
 
 
 def trained_tensors(module: nn.Module) -> dict[str, Tensor]:
-    """Return a module's trained parameters and persistent buffers by name: what a client's copy of it is."""
+    """A module's trained parameters and persistent buffers by name; these make up a client's model."""
     trained = {name: value for name, value in module.named_parameters() if value.requires_grad}
     return {**trained, **persistent_buffers(module)}
 
@@ -38,7 +38,7 @@ def copy_into(live: Mapping[str, Tensor], values: Mapping[str, Tensor]) -> None:
 
 @dataclass
 class Base:
-    """One copy of the module, with what every side of the federation holds beside it.
+    """A copy of the module, with the state that server and clients share.
 
     In a simulation there is one, which the server and all clients share. Between real sites the server and each site
     have their own. Frozen parameters and ``state`` are the same everywhere: `ChangesBase.update_base` changes them, on
@@ -65,17 +65,17 @@ class Base:
 
     @property
     def device(self) -> torch.device:
-        """Where the module's parameters are."""
+        """The device of the module's parameters."""
         return next(self.module.parameters()).device
 
     def remember_buffers(self) -> None:
-        """Keep the persistent buffers' present values as the initial ones, unless that has been done."""
+        """Save the persistent buffers' values as the initial ones, unless saved already."""
         if not self.initial_buffers:
             self.initial_buffers = {name: value.clone() for name, value in persistent_buffers(self.module).items()}
 
     @torch.no_grad()
     def fold(self, name: str, weight: Tensor, change: Tensor) -> None:
-        """Add a change to a frozen weight, and say so in ``state``; for use in `Algorithm.setup` and ``update_base``.
+        """Add a change to a frozen weight, and mark that in ``state``; for `Algorithm.setup` and ``update_base``.
 
         The sum of all changes to a weight of 16 bits is kept beside it in single precision, as part of ``state``, and
         the weight is that sum rounded once. Otherwise each rounding would lose what changes by less than the weight's
@@ -91,32 +91,32 @@ class Base:
             weight.add_(change)
             return
         sums = self.state.setdefault("sums", {})
-        # Something else may have changed the weight, such as a state dict that was loaded.
+        # The weight may have been changed elsewhere, such as by load_state_dict().
         known = name in sums and torch.equal(sums[name].to(weight), weight)
         sums[name] = (sums[name].to(weight.device) if known else weight.float()) + change
         weight.copy_(sums[name])
 
     def parameters(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Return those of ``tensors`` that are not persistent buffers."""
+        """The entries of ``tensors`` that are no persistent buffers."""
         return {name: value for name, value in tensors.items() if name not in self.initial_buffers}
 
     @property
     def fresh_buffers(self) -> Mapping[str, Tensor]:
-        """The buffers with which a client begins each round, by name; none where it begins with others."""
+        """The initial buffers, by name, if each client begins each round with them; else empty."""
         return self.initial_buffers if self.buffer_policy == "reset" else {}
 
     def sent_down(self, model: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Return those of the global values that clients are sent: without the buffers unless they are averaged."""
+        """The part of the global model for clients: all of it if buffers are averaged, else its parameters."""
         return dict(model) if self.buffer_policy == "average" else self.parameters(model)
 
     def sent_up(self, model: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Return those of a client's values that it sends: without the buffers where they stay local."""
+        """The part of a client's model that it sends: its parameters if buffers stay local, else all of it."""
         return self.parameters(model) if self.buffer_policy == "local" else dict(model)
 
 
 @dataclass(frozen=True)
 class ClientInfo:
-    """What the server knows of a client in a round.
+    """The information on a client that the server has in a round.
 
     Args:
         id: Position in the partition, from 0.
@@ -133,7 +133,7 @@ class ClientInfo:
 
 @dataclass(frozen=True)
 class ClientContext(ClientInfo):
-    """What the client's half of a method may read, and nothing else.
+    """The information that the client's half of a method may read.
 
     Args:
         base: The client's copy of the module, its optimizers, and what every side holds.
@@ -154,13 +154,13 @@ class ClientContext(ClientInfo):
 
     @property
     def labels(self) -> Tensor | None:
-        """Label of each of the client's training samples, or ``None`` where the data has no labels."""
+        """The label of each of the client's training samples; ``None`` if the data has none."""
         return self.find_labels()
 
 
 @dataclass
 class Server:
-    """What the server holds: the global model, and what the method keeps there.
+    """The server's state: the global model, and entries of the method.
 
     Args:
         base: The server's copy of the module.
@@ -189,11 +189,11 @@ class Server:
 
     @property
     def seed(self) -> int:
-        """Seed of the experiment."""
+        """The experiment's seed."""
         return self.base.seed
 
     def adopt(self, live: Mapping[str, Tensor], shown: Mapping[str, Tensor]) -> None:
-        """Take into ``model`` what the live module holds between rounds, whoever put it there.
+        """Update ``model`` by changes that something else made to the live module between rounds.
 
         Args:
             live: The live trained parameters and persistent buffers, by name.
@@ -204,21 +204,21 @@ class Server:
         self.model.update({name: value.detach().clone() for name, value in live.items() if name in found})
 
     def parameters(self) -> dict[str, Tensor]:
-        """Return the global values of the trained parameters."""
+        """The global values of the trained parameters."""
         return self.base.parameters(self.model)
 
     def sent_down(self) -> dict[str, Tensor]:
-        """Return the global values that clients are sent: without the buffers unless they are averaged."""
+        """The part of the global model that clients are sent."""
         return self.base.sent_down(self.model)
 
     def aggregated(self) -> dict[str, Tensor]:
-        """Return what the aggregator makes of the round's arrivals, in single precision at least; see `take`."""
+        """The aggregate of the round's arrivals, in single precision or higher; see `take`."""
         rule = self.aggregator
         return rule.result(least=torch.float32) if isinstance(rule, (WeightedMean, RobustRule)) else rule.result()
 
     @torch.no_grad()
     def take(self, values: Mapping[str, Tensor]) -> None:
-        """Put new values into ``model``, rounded to its types.
+        """Store new values in ``model``, rounded to its types.
 
         What rounding to 16 bits takes away is kept in ``state``, in single precision, and added to the next values:
         changes by less than a weight's spacing would otherwise never add up. It takes 4 bytes for each number.
@@ -233,7 +233,7 @@ class Server:
             self.model[name] = value.to(dtype)
 
     def checkpoint(self) -> Callable[[], None]:
-        """A function that puts back what is replaced from now on; announcements and changes in place stay."""
+        """A function that restores the present values. It does not undo announcements and in-place changes."""
         model, aggregator = dict(self.model), self.aggregator
         state, base_state = copied_state(self.state), copied_state(self.base.state)
 
@@ -244,7 +244,7 @@ class Server:
         return undo
 
     def state_dict(self) -> dict[str, Any]:
-        """What a resumed run needs beside the global model, as tensors and plain Python."""
+        """The state for a resumed run except for the global model, as tensors and plain Python."""
         return {
             "round": self.round,
             "cohort": list(self.cohort),
@@ -257,9 +257,9 @@ class Server:
         }
 
     def load_state_dict(self, state: Mapping[str, Any], to_device: Callable[[Any], Any]) -> None:
-        """Continue from the result of `state_dict`."""
+        """Restore the result of `state_dict`."""
         self.round, self.cohort = state["round"], tuple(state["cohort"])
-        # The module's own state dict has it.
+        # Lightning restores the global model with the module.
         self.model = {}
         self.state = to_device(state["state"])
         self.announcement = to_device(state["announcement"])
@@ -272,7 +272,7 @@ class Server:
 
 @torch.no_grad()
 def changed(live: Mapping[str, Tensor], shown: Mapping[str, Tensor]) -> set[str]:
-    """Return the names under which two models differ. A device is waited for once, not once for each tensor."""
+    """Names of the tensors that differ between two models; waits for each device once only."""
     found, comparisons = set(), {}
     for name, value in live.items():
         other = shown.get(name)
@@ -289,7 +289,7 @@ def changed(live: Mapping[str, Tensor], shown: Mapping[str, Tensor]) -> set[str]
 
 
 def copied_state(state: State) -> State:
-    """Return a state of the same tensors in dictionaries and lists of its own, which stays as ``state`` is now."""
+    """A copy of a state's dictionaries and lists that shares the tensors."""
 
     def copied(value: Any) -> Any:
         if isinstance(value, dict):
@@ -300,7 +300,7 @@ def copied_state(state: State) -> State:
 
 
 def stack_trees(trees: Sequence[State]) -> State:
-    """Stack what clients have under the same names; what is one tensor for all of them is not copied.
+    """Stack clients' entries of the same name; a tensor that is one object for all clients is expanded, not copied.
 
     Raises:
         KeyError: If the names differ.
@@ -322,5 +322,5 @@ def stack_trees(trees: Sequence[State]) -> State:
 
 
 def slice_tree(stacked: Mapping[str, Any], index: int | slice) -> State:
-    """Return one client's part of a stacked tree, or that of several, as views."""
+    """The rows of one client, or of several, of a stacked tree, as views."""
     return apply_to_collection(stacked, Tensor, lambda value: value[index])

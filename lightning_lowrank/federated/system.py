@@ -1,4 +1,4 @@
-"""How long a round would take on clients of given bandwidth, latency and speed.
+"""Simulated time: how long rounds take on clients of given bandwidth, latency and speed.
 
 ``FederatedLoop(system=...)`` takes a `SystemModel`. The coordinator's `Clock` adds up what each client's messages and
 steps take, and says who is too late.
@@ -37,19 +37,19 @@ __all__ = ["DeviceClasses", "Distribution", "LogNormal", "SystemModel"]
 
 
 class Distribution(Configured, ABC):
-    """Gives each client a number of its own, such as its bandwidth."""
+    """Draws a number for each client, such as its bandwidth."""
 
     @abstractmethod
     def draw(self, clients: int, generator: torch.Generator) -> Tensor:
-        """Return a number for each client, ``[clients]`` in float64."""
+        """A number for each client: float64, shape ``[clients]``."""
 
     def draw_named(self, clients: int, generator: torch.Generator, names: Sequence[str | int] | None) -> Tensor:
-        """Return a number for each client, given what the clients are called; by default as `draw` does."""
+        """A number for each client, given the clients' names; by default that of `draw`."""
         return self.draw(clients, generator)
 
 
 class LogNormal(Distribution):
-    r"""Numbers whose logarithm is normal: :math:`\text{median} \cdot e^{\sigma z}`, :math:`z \sim N(0, 1)`.
+    r"""Log-normal numbers: :math:`\text{median} \cdot e^{\sigma z}` with :math:`z \sim N(0, 1)`.
 
     Args:
         median: Half of the clients have less. Above 0.
@@ -74,7 +74,7 @@ class LogNormal(Distribution):
 
 
 class DeviceClasses(Distribution):
-    """Clients of a few kinds, such as phones and servers.
+    """Clients of a few classes, such as phones and servers, each with one value.
 
     Args:
         values: What a client of each kind has.
@@ -112,7 +112,7 @@ Amount = float | list[float] | Distribution
 
 
 class SystemModel(Configured):
-    r"""How long clients' messages and steps take, so that a simulation has a clock.
+    r"""A model of the time that clients' messages and steps take, which gives a simulation a clock.
 
     A client's time in a round is
 
@@ -196,7 +196,7 @@ class SystemModel(Configured):
         self.operations, self.deadline, self.seconds_per_sample = operations, deadline, seconds_per_sample
 
     def draw(self, clients: int, seed: int, names: Sequence[str | int] | None = None) -> dict[str, list[float]]:
-        """Return what each of so many clients has: ``"up"``, ``"down"``, ``"latency"``, ``"speed"`` and ``"sample"``.
+        """Each client's figures, by kind: ``"up"``, ``"down"``, ``"latency"``, ``"speed"`` and ``"sample"``.
 
         It depends on the seed alone, and on the clients' ``names`` where a `Trace` goes by them. What takes no time is
         infinitely fast.
@@ -210,7 +210,7 @@ class SystemModel(Configured):
         drawn = {}
         for name, amount in wanted.items():
             if isinstance(amount, Distribution):
-                # Where one distribution serves both directions, a client has one line.
+                # If one distribution serves both directions, a client has the same draw for both.
                 purpose = "up" if amount is self.bandwidth else name
                 drawn[name] = amount.draw_named(clients, generator(seed, "system", purpose), names).tolist()
             elif isinstance(amount, (list, tuple)):
@@ -230,12 +230,12 @@ class SystemModel(Configured):
 
 
 class LateError(Exception):
-    """A client would have answered after the deadline."""
+    """Raised if a client's answer would arrive after the deadline."""
 
 
 @dataclass(frozen=True)
 class _Client:
-    """What a client has: bytes, seconds and operations as `SystemModel` says."""
+    """A client's figures in the units of `SystemModel`."""
 
     up: float
     down: float
@@ -245,7 +245,7 @@ class _Client:
 
 
 class Clock(RoundStage):
-    """Adds up the seconds of rounds, and refuses messages that are late.
+    """Adds up the simulated seconds of rounds, and refuses late messages.
 
     Args:
         model: What clients' messages and steps take.
@@ -279,7 +279,7 @@ class Clock(RoundStage):
 
     @property
     def counts_operations(self) -> bool:
-        """Whether `operations` is needed."""
+        """Whether steps take time and `SystemModel` has no number of operations for them."""
         return self._model.speed is not None and self._model.operations is None
 
     @override
@@ -294,7 +294,7 @@ class Clock(RoundStage):
 
     @override
     def absent(self, client: int) -> None:
-        # The server waits for it until the deadline, if there is one.
+        # The server waits for an absent client until the deadline, if there is one.
         self.round_seconds = max(self.round_seconds, self._model.deadline or 0.0)
 
     @override
@@ -355,7 +355,7 @@ class Clock(RoundStage):
 
 
 class Operations:
-    """Counts the operations of training steps, on a copy of the module whose tensors have no values.
+    """Counts the operations of training steps, on a copy of the module with tensors on the meta device.
 
     Args:
         algorithm: The method, which has looked at the module.
@@ -378,7 +378,7 @@ class Operations:
             self.of_sample(first)
             return
         except Exception:
-            # The step may need values.
+            # The step may need tensors with values, which the meta device lacks.
             self._copy(algorithm, base, batch, meta=False)
         try:
             self.of_sample(first)
@@ -397,12 +397,12 @@ class Operations:
                 parameter = isinstance(tensor, nn.Parameter)
                 known[id(tensor)] = nn.Parameter(empty, tensor.requires_grad) if parameter else empty
         copied = replace(base, optimizers=(), initial_buffers={}, state={})
-        # Together, so that what the method knows of the module's parts is of the copy's.
+        # One deepcopy of both, so that references from the method to parts of the module point into the copy.
         self._base, self._algorithm = copy.deepcopy((copied, algorithm), known)
         self._batch = apply_to_collection(batch, Tensor, lambda tensor: tensor.to("meta")) if meta else batch
 
     def begin_round(self) -> None:
-        """Count anew where other parameters are trained than in the round before."""
+        """Reset the counts if other parameters are trained than in the previous round."""
         trained = _trained(self._live)
         if trained != self._trained:
             self._trained, self._known = trained, {}
@@ -410,7 +410,7 @@ class Operations:
                 parameter.requires_grad_(name in trained)
 
     def of_sample(self, client: ClientInfo) -> float:
-        """Return the operations that a step of a client takes for each sample of its batch."""
+        """The operations that a client's step takes per sample."""
         key = UnequalClients.of(self._algorithm).group_key(client)
         if key not in self._known:
             self._known[key] = self._run(client)
@@ -437,7 +437,7 @@ class Operations:
         return _Counts(forward / self._samples, backward / self._samples, layers)
 
     def _share(self, layers: Mapping[str, int], client: ClientInfo) -> float:
-        """Return the share of the counted operations that a client does which has a part of the parameters only."""
+        """The share of the counted operations that a client with a part of the parameters carries out."""
         shares = UnequalClients.of(self._algorithm).computed(self._base, client)
         if not shares or not any(layers.values()):
             return 1.0
@@ -476,14 +476,14 @@ def _of_convolutions_backward(
     wanted: Sequence[bool],
     **keywords: Any,
 ) -> int:
-    """Count a convolution's backward pass; torch's own count takes no note of groups."""
+    """The operations of a convolution's backward pass; torch's own count ignores groups."""
     positions = math.prod((inputs if transposed else gradient)[2:])
     return 2 * inputs[0] * positions * math.prod(weight) * (wanted[0] + wanted[1])
 
 
 @dataclass(frozen=True)
 class _Counts:
-    """Operations of a sample's forward and backward pass, and multiply-adds of the forward pass by layer."""
+    """Operations of a sample's forward and backward pass, and the forward pass's multiply-adds by layer."""
 
     forward: float
     backward: float

@@ -1,4 +1,4 @@
-"""What was measured on devices, from files: numbers for a `SystemModel`, and when devices are there."""
+"""Traces of real devices from files: numbers for a `SystemModel`, and times of availability."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ __all__ = ["AvailabilityTrace", "Trace"]
 
 
 class Trace(Distribution):
-    r"""Numbers that were measured on devices, a column of a CSV file with a header or of FedScale's device capacities.
+    r"""Measured numbers of devices: a column of a CSV file with a header, or of FedScale's device capacities.
 
     Client ``i`` has row ``i``; where there are more clients than rows, the rows are used again from the first. So
     several columns of one file are of the same device. With ``client`` a client has the row of its own name.
@@ -108,13 +108,13 @@ class Trace(Distribution):
 
     @override
     def result_arguments(self) -> dict[str, Any]:
-        # The file may be elsewhere when a run is resumed.
+        # Without the path: the file may have moved when a run is resumed.
         names = {} if self.client is None else {"names": self._columns[self.client]}
         return {"column": self.column, "values": self._values, **names}
 
 
 class AvailabilityTrace(Configured):
-    """When each client's device is there, by FedScale's traces: for ``FederatedLoop(availability=...)``.
+    """Device availability by FedScale's traces, for ``FederatedLoop(availability=...)``.
 
     The file is ``client_behave_trace``: a pickle of a dictionary from devices to dictionaries with ``active`` and
     ``inactive``, the seconds at which a device comes and goes, and ``finish_time``, after which this is repeated. A
@@ -148,7 +148,7 @@ class AvailabilityTrace(Configured):
         self._devices = [_times(device, number, path) for number, device in enumerate(devices)]
 
     def __call__(self, client: int, round_number: int) -> bool:
-        """Return whether a client is there when a round begins."""
+        """Whether a client's device is available when a round begins."""
         comes, goes, end = self._devices[client % len(self._devices)]
         now = round_number * self.round_seconds % end
         place = bisect_right(comes, now) - 1
@@ -156,12 +156,12 @@ class AvailabilityTrace(Configured):
 
     @override
     def result_arguments(self) -> dict[str, Any]:
-        # The file may be elsewhere when a run is resumed.
+        # Without the path: the file may have moved when a run is resumed.
         return {"devices": self._devices, "round_seconds": self.round_seconds}
 
 
 def _times(device: Any, number: int, path: str) -> tuple[list[float], list[float], float]:
-    """Return when a device comes and goes, each ascending, and after what time that is repeated."""
+    """A device's times of coming and of going, both ascending, and the period after which they repeat."""
     try:
         comes = [float(value) for value in device["active"]]
         goes = [float(value) for value in device["inactive"]]
@@ -178,7 +178,7 @@ def _times(device: Any, number: int, path: str) -> tuple[list[float], list[float
 
 
 def _device_columns(path: Path) -> Mapping[str, Sequence[Any]]:
-    """Return the columns of a CSV file, or of a dictionary from devices to dictionaries of numbers."""
+    """The columns of a CSV file, or of a dictionary from devices to dictionaries of numbers."""
     if path.suffix == ".csv":
         return read_columns(path, "path")
     found = read_plain(path, "path")

@@ -1,4 +1,4 @@
-"""The way between the server and the clients: a message goes in on one side, and what arrives comes out on the other.
+"""The channels between server and clients: encoding of messages, error feedback, and decoding.
 
 Both sides of a real federation build the same `Wire` from the recipe. In a simulation one serves both.
 """
@@ -34,7 +34,7 @@ _LATE = 10**6
 
 @dataclass(frozen=True)
 class SplitPacket(Packet):
-    """A broadcast in two parts: a client's own, and the announcement, whose encoding is one for all.
+    """A broadcast in two parts: one for a single client, and the announcement, encoded once for all clients.
 
     Its encoding is the length of the client's own part in 8 bytes, that part, and the announcement.
 
@@ -46,13 +46,13 @@ class SplitPacket(Packet):
 
     @classmethod
     def of(cls, packet: Packet, announced: Mapping[str, Tensor], encoded: bytes) -> SplitPacket:
-        """The packet of a client's own part and an announcement that has been encoded."""
+        """A packet made of a client's own part and an encoded announcement."""
         received = {**packet.received, **announced}
         return cls(packet.tensors, packet.codec, received, packet.residual, announced=encoded)
 
     @property
     def nbytes(self) -> int:
-        """Length in bytes of the result of `encode`."""
+        """Number of bytes of the result of `encode`."""
         return _LENGTH.size + super().nbytes + len(self.announced)
 
     def encode(self) -> bytes:
@@ -62,7 +62,7 @@ class SplitPacket(Packet):
 
     @staticmethod
     def parts(data: bytes) -> tuple[bytes, bytes]:
-        """The encodings of the two parts.
+        """Split an encoded broadcast into the encodings of its two parts.
 
         Raises:
             DecodingError: If the bytes are no such packet.
@@ -76,7 +76,7 @@ class SplitPacket(Packet):
 
 
 class Wire:
-    """The two channels of an experiment, as messages of its method pass them.
+    """The uplink and downlink channels of an experiment, applied to its method's messages.
 
     An uplink with codecs sends differences from `reference`. With error feedback each client keeps its own residual,
     and forgets that of factors or subspaces that have been redrawn (`ChangesBase.drawn_in`). A downlink with error
@@ -135,21 +135,21 @@ class Wire:
 
     @property
     def splits(self) -> bool:
-        """Whether broadcasts have a part that a lossy downlink encodes once for all: the method's announcement."""
+        """Whether broadcasts have a separate part for the method's announcement, encoded once for all clients."""
         return bool(self.downlink.codecs) and ChangesBase.of(self._algorithm).announces
 
     def announce(self, base: Base, update: Mapping[str, Tensor], round_number: int) -> Packet:
-        """An announcement as all clients, and the server, receive it."""
+        """Encode an announcement; the packet's ``received`` values are those of all clients and the server."""
         seed = derive_seed(base.seed, "announcement", round_number)
         return self._send(self.downlink, Message(update), exact=self._exact(base), seed=seed)
 
     @property
     def shares_copy(self) -> bool:
-        """Whether all clients share a copy of the broadcast, so that each must hear every change of it."""
+        """Whether all clients share a copy of the broadcast, to which each broadcast is a difference."""
         return self.downlink.error_feedback
 
     def setup(self, base: Base) -> None:
-        """Begin the copy that clients share with the initial model. Called by every party before the first round."""
+        """Initialise the shared copy by the initial model. Called by server and sites before the first round."""
         if self.shares_copy and _COPY not in base.state:
             base.state[_COPY] = detached(base.sent_down(trained_tensors(base.module)))
 
@@ -159,7 +159,7 @@ class Wire:
     def down(
         self, base: Base, message: Message, client: ClientInfo, announced: Mapping[str, Tensor], encoded: bytes
     ) -> Packet:
-        """Return a broadcast as it is sent to a client.
+        """Encode a broadcast to a client.
 
         Args:
             base: The server's.
@@ -176,7 +176,7 @@ class Wire:
     def _down(self, base: Base, message: Message, client: ClientInfo) -> Packet:
         if not self.downlink.codecs:
             return self._send(self.downlink, message, seed=0)
-        # If all share one copy, one message goes to all.
+        # One encoding for all clients if they share a copy.
         seed = derive_seed(client.seed, "downlink", client.round, *(() if self.shares_copy else (client.id,)))
         return self._send(
             self.downlink,
@@ -197,7 +197,7 @@ class Wire:
             ) from error
 
     def keep_copy(self, base: Base, received: Mapping[str, Tensor], sent: Packet | None = None) -> None:
-        """Keep a broadcast as it was received, if clients share a copy. Called once for each copy of the base.
+        """Save a broadcast's decoded values as the clients' shared copy. Called once for each copy of the base.
 
         Args:
             base: The copy of the base.
@@ -213,13 +213,13 @@ class Wire:
             base.state[_BYTES] = sent.nbytes
 
     def with_copy(self, base: Base, packet: Packet) -> Packet:
-        """The round's broadcast with the values that `keep_copy` kept, whatever ``packet`` has now."""
+        """The round's broadcast with the values and length that `keep_copy` saved."""
         return replace(packet, received=base.state[_COPY], length=base.state.get(_BYTES))
 
     def rebased(
         self, base: Base, tensors: Mapping[str, Tensor], received: Mapping[str, Tensor], own: Mapping[str, Tensor]
     ) -> Mapping[str, Tensor]:
-        """A message of changes of the values that a client ``received``, as changes of the server's ``own``."""
+        """Convert a message of changes relative to ``received`` to changes of the server's exact values, ``own``."""
         shifted = {
             name: value + (own[name] - received[name])
             for name, value in tensors.items()
@@ -231,7 +231,7 @@ class Wire:
         return {**tensors, **shifted}
 
     def decode_down(self, base: Base, data: bytes) -> dict[str, Tensor]:
-        """Return the broadcast that `down`'s encoding holds, on the CPU."""
+        """Decode a broadcast on the CPU."""
         known = {name: value.cpu() for name, value in base.state.get(_COPY, {}).items()}
         arguments: dict[str, Any] = {"exact": self._exact(base), "own": OwnCodec.of(self._algorithm).downlink(base)}
         if self.splits and data:
@@ -241,7 +241,7 @@ class Wire:
         return self.downlink.receive(data, reference=known, **arguments)
 
     def up(self, client: ClientContext, message: Message, received: Mapping[str, Tensor]) -> Packet:
-        """Return a client's message as it is sent, and keep what error feedback adds to the next one.
+        """Encode a client's message, and save the residual of error feedback for the next one.
 
         ``received`` is what the client received in this round.
         """
@@ -271,7 +271,7 @@ class Wire:
         return packet
 
     def _warn_of_no_effect(self, residual: Mapping[str, Tensor]) -> None:
-        """Say once that nothing of some tensors is ever added, for what they multiply is drawn anew each round."""
+        """Warn once if error feedback has no effect: the factors of some tensors are redrawn in each round."""
         if self._warned:
             return
         self._warned = True
@@ -285,7 +285,7 @@ class Wire:
             )
 
     def up_bytes(self, base: Base, schema: Schema, codec: Codec | None) -> int:
-        """Return how many bytes `up`'s encoding of such a message has; the arguments are those of `decode_up`."""
+        """The number of bytes of `up`'s encoding for such a message; the arguments are those of `decode_up`."""
         return self.uplink.nbytes(schema.largest, exact=self._exact(base), own=codec)
 
     def decode_up(
@@ -296,7 +296,7 @@ class Wire:
         codec: Codec | None,
         schema: Schema | None = None,
     ) -> dict[str, Tensor]:
-        """Return the message that `up`'s encoding holds, on the CPU.
+        """Decode a client's message on the CPU.
 
         Args:
             base: The server's.

@@ -1,4 +1,4 @@
-"""Which samples each client has, which clients a round trains, and in which order their batches come."""
+"""Partitions of the training set, cohorts of rounds, and the order of batches."""
 
 from lightning_lowrank.federated.data.from_indices import FromIndices
 from lightning_lowrank.federated.data.indices import ClientIndices

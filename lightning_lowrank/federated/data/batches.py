@@ -1,4 +1,4 @@
-"""Batches read by their samples' indices, each under a seed of its own, and those of several clients stacked.
+"""Seeded batches, read by their samples' indices, and stacked batches for clients that step together.
 
 `RoundLoader`, `PoissonLoader` and `ClientEvaluation` read theirs by a `BatchReader`; validation on the device, by
 `read_on_device`.
@@ -25,21 +25,21 @@ from lightning_lowrank.federated.data.tensor_rows import Source, source_of
 from lightning_lowrank.federated.randomness import OwnGenerators, seed_process
 from lightning_lowrank.internals.torch import read_by
 
-# Steps whose indices and draws are sent to a device at once, and looked up at once in main memory.
+# Steps per transfer of indices and draws to a device, and steps per gather in main memory.
 _STEPS_SENT = 1024
 _STEPS_AT_ONCE = 32
 _CPU = torch.device("cpu")
 
 
 class Request(NamedTuple):
-    """The sample indices of one batch, and the seed of whatever is drawn while they are read."""
+    """The sample indices of one batch, and the seed of the random draws while it is read."""
 
     indices: np.ndarray
     seed: int
 
 
 class Places:
-    """Places of clients in their stack. Not a collection, so that Lightning does not search it for tensors.
+    """Positions of clients in their stack. Not a collection, so that Lightning does not search it for tensors.
 
     Args:
         numbers: The places, ascending.
@@ -59,7 +59,7 @@ class Requests(list[Request]):
     """The batches of clients that step together, in the order of their stack."""
 
     def by_size(self) -> list[tuple[Places, list[Request]]]:
-        """The clients' places in the stack, and their requests, for each size of a batch."""
+        """The requests by batch size: for each size, the clients' positions in the stack and their requests."""
         places: dict[int, list[int]] = {}
         for place, request in enumerate(self):
             places.setdefault(len(request.indices), []).append(place)
@@ -67,7 +67,7 @@ class Requests(list[Request]):
 
 
 class SeededBatches(Dataset):
-    """Reads and collates a whole batch at a time, its random draws seeded by the request.
+    """Reads and collates one whole batch at a time, with random draws seeded by the request.
 
     Collating here rather than in the loader puts a random ``collate_fn`` under the same seed, and makes the result
     independent of the number of workers.
@@ -95,7 +95,7 @@ class SeededBatches(Dataset):
         self.begin()
 
     def begin(self) -> None:
-        """Find the samples again, before a round or an evaluation: the indices of a subset may have changed."""
+        """Look up the samples' tensors before a round or an evaluation: a subset's indices may have changed."""
         self.source = source_of(self.dataset, self.collate)
         self.draws = self.source is not None and self.source.rows.draw(1, torch.Generator()) is not None
         self._deterministic = getattr(self.dataset, "deterministic", False) and (
@@ -110,7 +110,7 @@ class SeededBatches(Dataset):
         return self._stacked(request) if isinstance(request, Requests) else self._read(request)
 
     def gathered(self, requests: Iterable[Request | Requests], data: DeviceData | None = None) -> Iterator[Any]:
-        """Batches gathered on the device, or in main memory, with the indices and draws of many steps at once."""
+        """Gather batches on the device, or in main memory; the indices and draws of many steps are sent at once."""
         assert self.source is not None
         following = iter(requests)
         while steps := list(islice(following, _STEPS_AT_ONCE if data is None else _STEPS_SENT)):
@@ -146,7 +146,7 @@ class SeededBatches(Dataset):
 
     @staticmethod
     def _drawn(source: Source, requests: Sequence[Request]) -> Tensor:
-        """The draws of several batches side by side, each batch's from its own seed."""
+        """The random draws of several batches, concatenated; each batch draws from its own seed."""
         generator = torch.Generator()
         drawn = [source.rows.draw(len(each.indices), generator.manual_seed(each.seed)) for each in requests]
         return torch.cat([draws for draws in drawn if draws is not None], 1)
@@ -161,7 +161,7 @@ class SeededBatches(Dataset):
         return batch if self._change is None else self._change(batch, request.indices)
 
     def _stacked(self, requests: Requests) -> list[tuple[Places, Any]]:
-        """The clients' places in the stack and their batches, stacked, for each form of a batch."""
+        """Stacked batches by batch form: for each form, the clients' positions in the stack and their stacked batch."""
         parts: list[tuple[Places, Any]] = []
         for places, alike in requests.by_size():
             if self._deterministic:
@@ -176,25 +176,25 @@ class SeededBatches(Dataset):
 
 
 def _joined(requests: Sequence[Request]) -> Request:
-    """The request of several batches end to end."""
+    """One request for the samples of several batches, concatenated."""
     if len(requests) == 1:
         return requests[0]
     return Request(np.concatenate([request.indices for request in requests]), requests[0].seed)
 
 
 def _parts(numbers: Tensor, sizes: list[int]) -> Iterator[Tensor]:
-    """The numbers of each group of samples, along the last dimension."""
+    """Split a tensor of all samples' numbers into groups along the last dimension."""
     return iter([numbers] if len(sizes) == 1 else numbers.split(sizes, -1))
 
 
 def _has_rows(batch: Any, samples: int) -> bool:
-    """Whether each part of a batch is a tensor with a row for each sample."""
+    """Whether each part of a batch is a tensor with one row per sample."""
     parts = batch.values() if isinstance(batch, Mapping) else batch if isinstance(batch, (list, tuple)) else [batch]
     return all(isinstance(part, Tensor) and part.ndim and len(part) == samples for part in parts)
 
 
 class BatchReader:
-    """Reads the batches that are requested, any number of times.
+    """Reads the requested batches, any number of times.
 
     They are gathered on the device that trains if their samples are kept there, and else read with the workers and
     pinned memory of the user's loader.
@@ -220,14 +220,14 @@ class BatchReader:
         self._device_data = device_data
         self._training = training
         self._on_device: bool | None = None
-        # Without workers or pinned memory torch's loader would only add its own time to each batch.
+        # Without workers and pinned memory, torch's loader would only add overhead per batch.
         self._loader: DataLoader | None = None
         if loader.num_workers or loader.pin_memory:
             asked = _EachTime(requests)
             self._loader = loader_like(loader, self.batches, batch_sampler=asked, collate_fn=_unchanged)
 
     def read(self) -> Iterator[Any]:
-        """An iterator over the batches that are requested now.
+        """An iterator over the batches that ``requests`` lists now.
 
         Raises:
             MisconfigurationException: If a training set is to be on the device and can't be.
@@ -248,7 +248,7 @@ class BatchReader:
 
 
 class _EachTime:
-    """An iterable that asks a function for its items at each iteration."""
+    """An iterable that calls a function for new items at each iteration."""
 
     def __init__(self, items: Callable[[], Iterable[Any]]) -> None:
         self._items = items
@@ -262,7 +262,7 @@ def _unchanged(batch: Any) -> Any:
 
 
 def read_on_device(loader: DataLoader, data: DeviceData) -> Callable[[], None] | None:
-    """Have a loader without workers gather its batches on the device, if its samples are kept there without draws.
+    """Have a loader without workers gather batches on the device, if its samples are kept there and nothing is random.
 
     Returns:
         A function that undoes it; ``None`` if nothing was changed.
@@ -280,17 +280,17 @@ def read_on_device(loader: DataLoader, data: DeviceData) -> Callable[[], None] |
 
 
 class DiffersBetweenClients(AttributeError, TypeError):
-    """Refuses a step of clients together that reads what is no tensor and differs between them."""
+    """Raised if a step of several clients reads an entry of the batch that is no tensor and differs between clients."""
 
-    # An AttributeError, for code that moves batches asks what methods their entries have.
+    # An AttributeError too, because code that moves batches probes their entries for methods.
 
 
 class CannotStack(MisconfigurationException):
-    """Refuses batches of clients that step together."""
+    """Raised for batches of clients that cannot be stacked."""
 
 
 class OfEachClient:
-    """An entry of the batches of clients that step together: no tensor, and not the same for all of them.
+    """An entry of a stacked batch that is no tensor and differs between the clients.
 
     Inside the map over clients it has no value, so that all use of it is refused.
 
@@ -317,13 +317,13 @@ class OfEachClient:
 
     @classmethod
     def __torch_function__(cls, function: Any, types: Any, arguments: Any = (), keywords: Any = None) -> Any:
-        """Refuse operations of torch's."""
+        """Refuse torch's operations on this entry."""
         given = [*arguments, *(keywords or {}).values()]
         next(each for each in given if isinstance(each, cls))._refuse()
 
 
 def batch_of(stacked: Any, place: int) -> Any:
-    """Return the batch of the client of a place, given those of several clients stacked."""
+    """One client's batch out of a stacked batch; ``place`` is the client's row."""
 
     def chosen(entry: Any) -> Any:
         return entry.values[place] if isinstance(entry, OfEachClient) else entry[place]
@@ -351,7 +351,7 @@ def stack_batches(batches: Sequence[Any]) -> list[tuple[list[int], Any]]:
 
 
 def _form_of(batch: Any) -> Any:
-    """Return what batches have in common that can be stacked: their structure, and the form of each tensor."""
+    """A key that is equal for batches that can be stacked: their structure, and each tensor's shape and type."""
     if isinstance(batch, Tensor):
         if batch.is_nested or batch.layout is not torch.strided:
             kind = "nested" if batch.is_nested else "sparse"
@@ -365,7 +365,7 @@ def _form_of(batch: Any) -> Any:
         return type(batch), {key: _form_of(value) for key, value in batch.items()}
     if _is_sequence(batch):
         return type(batch), [_form_of(value) for value in batch]
-    # Others, and their fields, are compared as they are.
+    # Objects of other types, such as dataclasses, are compared by their own ``==``.
     return apply_to_collection(batch, Tensor, _form_of)
 
 
@@ -374,7 +374,7 @@ def _is_sequence(entry: Any) -> bool:
 
 
 def _is_plain_data(entry: Any) -> bool:
-    """Return whether an entry is a text, a number or an array, or a list or dictionary of such entries."""
+    """Whether an entry is a string, a number or an array, or a container of such entries only."""
     if isinstance(entry, Mapping):
         return all(map(_is_plain_data, entry.values()))
     if isinstance(entry, (list, tuple, set, frozenset)):
@@ -383,7 +383,7 @@ def _is_plain_data(entry: Any) -> bool:
 
 
 def _stacked(entries: Sequence[Any], name: str) -> Any:
-    """Return the entries of one place of batches that have one form as the entry of the stacked batch."""
+    """Stack the corresponding entries of several batches of one form."""
     first = entries[0]
     if isinstance(first, Tensor):
         return torch.stack(list(entries))
@@ -412,5 +412,5 @@ def _equal(first: Any, second: Any) -> bool:
     try:
         return bool(first == second)
     except (RuntimeError, TypeError, ValueError):
-        # Arrays, for one, have no single answer.
+        # Arrays, for example, compare elementwise and have no single truth value.
         return False

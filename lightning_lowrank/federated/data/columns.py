@@ -1,4 +1,4 @@
-"""One integer or string for each sample of a dataset, read from its attributes, its samples, or by a function."""
+"""A column of a dataset: one integer or string per sample, from its attributes, its samples, or a user's function."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _MISSING = ("NAType", "NaTType")
 
 
 class ClientColumn:
-    """The client of each sample, by its place among all clients' names.
+    """A column that holds each sample's client, as positions in a list of all clients' names.
 
     Other than an array of names it keeps the clients' order, and those without samples.
 
@@ -52,7 +52,7 @@ class ClientColumn:
 
 
 def client_column(dataset: Any, name: str) -> ClientColumn | None:
-    """Return the `ClientColumn` that a dataset has under a name, also through `torch.utils.data.Subset`."""
+    """The `ClientColumn` that is a dataset's attribute ``name``, also through `torch.utils.data.Subset`."""
     found = getattr(dataset, name, None)
     if isinstance(found, ClientColumn):
         return found
@@ -71,7 +71,7 @@ def find_column(
     advice: str,
     classes: bool = False,
 ) -> Column:
-    """Return the first attribute that has one entry for each sample, or else a column, or what `pick` finds in samples.
+    """The first attribute with one entry per sample, else the first column, else the entries that ``pick`` reads.
 
     A dataset has columns where ``dataset.column_names`` lists them and ``dataset[name]`` returns one, as a
     `datasets.Dataset` does. Both are found through `torch.utils.data.Subset` and `torch.utils.data.ConcatDataset` as
@@ -89,7 +89,7 @@ def find_column(
     """
     values = _stored_values(dataset, names, columns, advice, classes)
     if values is None:
-        # A console of its own: only one live display fits on a console, and the trainer's bar may be one.
+        # A separate console: a console can have only one live display, such as the trainer's progress bar.
         console = Console(stderr=True)
         positions = track(range(length_of(dataset)), f"Reading {what}", console=console, transient=True)
         with isolate_rng(include_cuda=torch.cuda.is_initialized()):
@@ -99,9 +99,9 @@ def find_column(
 
 
 def call_on(dataset: Dataset, function: Callable[[Any], Any], name: str, advice: str) -> Column:
-    """Return a user's function of the dataset as a column; ``name`` is the argument that holds it."""
+    """The result of a user's function of the dataset as a column; ``name`` is the argument that the user gave."""
     if getattr(type(dataset), "stands_in", False):
-        # The user's function knows the user's dataset, and nothing of what reads it.
+        # Pass the user's own dataset, not the wrapper around it.
         dataset = dataset.dataset  # type: ignore[attr-defined]
     with isolate_rng(include_cuda=torch.cuda.is_initialized()):
         values = to_column(function(dataset), f"{name}(dataset)", advice)
@@ -113,7 +113,7 @@ def call_on(dataset: Dataset, function: Callable[[Any], Any], name: str, advice:
 
 
 def refuse_missing(missing: Sequence[int], samples: int, source: str) -> None:
-    """Refuse samples that have no entry, by their places among all samples."""
+    """Raise if the entries of some samples are missing, given the samples' positions."""
     if missing:
         raise MisconfigurationException(
             f"{len(missing)} of {samples} entries of {source} are missing (None or NaN), such as number {missing[0]}:"
@@ -126,7 +126,7 @@ def _is_missing(entry: Any) -> bool:
 
 
 def to_column(values: Any, source: str, advice: str) -> Column:
-    """Return one integer or string for each sample as a flat array."""
+    """Convert one integer or string per sample to a flat array."""
     if isinstance(values, Tensor):
         values = values.detach().cpu()
         array = values.double().numpy() if values.is_floating_point() else values.numpy()
@@ -149,7 +149,7 @@ def to_column(values: Any, source: str, advice: str) -> Column:
 
 
 def length_of(dataset: Dataset) -> int:
-    """Return the number of samples of a map-style dataset."""
+    """The number of samples of a map-style dataset."""
     try:
         return len(dataset)  # type: ignore[arg-type]
     except TypeError as error:
@@ -160,7 +160,7 @@ def length_of(dataset: Dataset) -> int:
 
 
 def describe(sample: Any) -> str:
-    """Say what a sample is, for an error message."""
+    """The type of a sample in words, for an error message."""
     if isinstance(sample, Mapping):
         return f"dictionaries with {list(sample)}"
     if isinstance(sample, (tuple, list)):
@@ -171,7 +171,7 @@ def describe(sample: Any) -> str:
 def _stored_values(
     dataset: Dataset, names: Sequence[str], columns: Sequence[str], advice: str, classes: bool
 ) -> Column | None:
-    """Return the first of the attributes and columns with one entry for each sample, looking through wrappers."""
+    """The first attribute or column with one entry per sample; `Subset` and `ConcatDataset` are looked through."""
     for name in names:
         values = getattr(dataset, name, None)
         if name == "tensors" and isinstance(values, (tuple, list)) and values:
@@ -181,7 +181,7 @@ def _stored_values(
     held = getattr(dataset, "column_names", None)
     for name in columns:
         if isinstance(held, list) and name in held:
-            # The format of a datasets.Dataset is for its samples.
+            # A datasets.Dataset's format applies to samples, and would change the column too.
             stored: Any = dataset.with_format(None) if hasattr(dataset, "with_format") else dataset
             column = to_column(stored[name][:], f"{type(dataset).__name__}[{name!r}]", advice)
             return _class_names(dataset, name, column) if classes else column
@@ -192,7 +192,7 @@ def _stored_values(
         parts = [_stored_values(part, names, columns, advice, classes) for part in dataset.datasets]
         found = [part for part in parts if part is not None]
         if len(found) == len(parts):
-            # numpy would turn integers into strings.
+            # NumPy would turn integers into strings.
             if len({part.dtype.kind == "U" for part in found}) > 1:
                 raise MisconfigurationException(f"the parts of a ConcatDataset mix strings and integers: {advice}")
             return np.concatenate(found)
@@ -200,7 +200,7 @@ def _stored_values(
 
 
 def _class_names(dataset: Any, name: str, column: Column) -> Column:
-    """Return the names of the classes for a column that holds the numbers of a ``ClassLabel``; others as they are."""
+    """Replace the numbers of a ``ClassLabel`` column by class names; return other columns unchanged."""
     features = getattr(dataset, "features", None) or getattr(getattr(dataset, "columns", None), "features", None)
     kind = features.get(name) if isinstance(features, Mapping) else None
     names = getattr(kind, "names", None)

@@ -1,4 +1,4 @@
-"""Copies of samples in the memory of the device that trains.
+"""Copies of samples in the training device's memory.
 
 `BatchReader` and `read_on_device` ask `DeviceData` whether samples are kept there, and make batches of the copies.
 """
@@ -24,7 +24,7 @@ _TRANSFERS = ("on_before_batch_transfer", "transfer_batch_to_device")
 
 
 class DeviceData:
-    """Keeps samples on the device that trains.
+    """Keeps copies of samples on the training device.
 
     Args:
         trainer: The trainer, whose strategy has a root device.
@@ -38,12 +38,12 @@ class DeviceData:
 
     @property
     def device(self) -> torch.device:
-        """The device that trains."""
+        """The training device."""
         return cast(torch.device, self.trainer.strategy.root_device)
 
     @property
     def wanted(self) -> bool:
-        """Whether samples are kept on the device where that is possible."""
+        """Whether the user's setting asks for copies on the device."""
         return self._setting is True or (self._setting == "auto" and self.device.type != "cpu")
 
     def forget(self) -> None:
@@ -51,7 +51,7 @@ class DeviceData:
         self._copies.clear()
 
     def keeps(self, source: Source | None, training_set: Any = None) -> bool:
-        """Whether the samples of a source are kept on the device.
+        """Whether copies of a source's samples are kept on the device.
 
         Args:
             source: The source; ``None`` for samples that are not rows of tensors.
@@ -87,16 +87,16 @@ class DeviceData:
         return tensor.device == self.device or (known is not None and known[1] == written(tensor))
 
     def copy_of(self, tensor: Tensor) -> Tensor:
-        """The tensor itself if it is on the device, else its copy, which is made again if the tensor has changed."""
+        """The tensor on the training device: itself if already there, else a cached copy, renewed after changes."""
         if tensor.device == self.device:
             return tensor
         if not self._has(tensor):
-            # With a reference to the tensor, no other gets its id.
+            # Keep a reference to the tensor, so that no new tensor gets the same id.
             self._copies[id(tensor)] = tensor, written(tensor), tensor.to(self.device)
         return self._copies[id(tensor)][2]
 
     def pinned(self, batches: Iterator[Any]) -> Iterator[Any]:
-        """The batches, in pinned memory if the device copies from it while the host works."""
+        """The batches, moved to pinned memory if the device is a CUDA one."""
         if self.device.type != "cuda":
             return batches
         return (apply_to_collection(batch, Tensor, _pinned) for batch in batches)
@@ -107,7 +107,7 @@ def _pinned(tensor: Tensor) -> Tensor:
 
 
 def sent(tensor: Tensor, device: torch.device) -> Tensor:
-    """A tensor on a device, copied without waiting for the copy if the device can do so."""
+    """A tensor moved to a device, asynchronously if the device supports that."""
     if device.type == "cuda":
         tensor = _pinned(tensor)
     return tensor.to(device, non_blocking=device.type not in _BLOCKING)

@@ -1,4 +1,4 @@
-"""Which samples each client's own model is evaluated on."""
+"""Selection of the samples on which each client's personal model is evaluated."""
 
 from __future__ import annotations
 

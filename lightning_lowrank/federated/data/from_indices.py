@@ -1,4 +1,4 @@
-"""`FromIndices`: a division that was made elsewhere, from Python or a file.
+"""`FromIndices`: a partition from given indices, in Python or a file.
 
 What other projects write has many forms: the samples of each client or the client of each sample, for one data set or
 for two. Each becomes a `_Division`, one for training and one for evaluation.
@@ -33,7 +33,7 @@ _OWNER_ADVICE = "a flat list says which client each sample has, by one integer o
 
 @dataclass(frozen=True)
 class _Division:
-    """The samples of each client.
+    """The sample indices of each client, as read from the user's indices or file.
 
     Args:
         indices: All clients' samples, client after client: int64.
@@ -48,7 +48,7 @@ class _Division:
     total: int | None = None
 
     def of(self, dataset: Dataset | int) -> ClientIndices:
-        """Return the clients' samples of a data set; where it has rows of a file, the division numbers these."""
+        """The partition of a dataset. If its samples are known rows of a file, the indices number these rows."""
         rows = None if isinstance(dataset, int) else rows_of(dataset)
         size = rows.total if rows else dataset if isinstance(dataset, int) else length_of(dataset)
         if self.total not in (None, size):
@@ -80,7 +80,7 @@ class _Division:
 
 
 class FromIndices(Partition):
-    """A division that was made elsewhere; nothing is drawn, and samples that it leaves out are unused.
+    """A partition by given indices; nothing is drawn, and samples without a client are unused.
 
     Indices number the samples of the training set. Where a data module of this package holds samples out for tests or
     validation, or drops some, they number the rows of its file, split or arrays: a client then has those of its rows
@@ -125,7 +125,7 @@ class FromIndices(Partition):
                 self._train, self._test = _of_owners(owners, places), None
                 return
             content = read_plain(path, "indices")
-            # An array alone in its file is no client.
+            # A single array in an .npz file is the whole partition, not one client of that name.
             if path.suffix == ".npz" and len(content) == 1:
                 (content,) = content.values()
         parts = _splits(content)
@@ -138,12 +138,12 @@ class FromIndices(Partition):
         return self._train.of(dataset)
 
     def count_clients(self, clients: int | None, keys: Column | None) -> int:
-        """Return the number of clients."""
+        """The number of clients."""
         number = len(self._train.sizes)
         return agreed(clients, number, f"indices has {number} lists, one for each client")
 
     def divide_evaluation(self, dataset: Dataset, clients: ClientIndices) -> list[Tensor]:
-        """See `Partition.divide_evaluation`: what the division says for ``"test"``."""
+        """See `Partition.divide_evaluation`; uses the indices given for ``"test"``."""
         if self._test is None:
             raise MisconfigurationException(
                 "personal_test='by_client' needs the indices of the evaluation samples too:"
@@ -158,7 +158,7 @@ class FromIndices(Partition):
 
 
 def _splits(content: Any) -> dict[str, Any]:
-    """Return the divisions for training and for evaluation, the latter where there is one."""
+    """The parts for ``"train"`` and, if given, ``"test"``."""
     if isinstance(content, Mapping) and set(content) == set(_SPLITS):
         return dict(content)
     parts = content.values() if isinstance(content, Mapping) else content if isinstance(content, (list, tuple)) else ()
@@ -196,7 +196,7 @@ def _of_lists(parts: Sequence[Any], names: list[str | int] | None) -> _Division:
     lists = []
     for client, part in enumerate(parts):
         taken = part.indices if isinstance(part, Subset) else sorted(part) if isinstance(part, Set) else part
-        # NumPy's integers of 16 and 32 bits without a sign have no tensor.
+        # torch has no uint16 and uint32 indices.
         if isinstance(taken, np.ndarray) and taken.dtype.kind in "iu":
             taken = taken.astype(np.int64)
         lists.append(index_tensor(taken, client))
@@ -204,7 +204,7 @@ def _of_lists(parts: Sequence[Any], names: list[str | int] | None) -> _Division:
 
 
 def _of_owners(content: Any, places: np.ndarray | None = None) -> _Division:
-    """Return the division by the client of each sample, or of each of the samples at ``places``."""
+    """The partition, given the client of each sample, or of each sample in ``places``."""
     owners = to_column(content, "indices", _OWNER_ADVICE)
     if owners.dtype.kind in "iu" and len(owners) and owners.min() < 0:
         raise MisconfigurationException(
@@ -224,14 +224,14 @@ def _of_owners(content: Any, places: np.ndarray | None = None) -> _Division:
 
 
 def _sorted_clients(content: Mapping[Any, Any]) -> dict[Any, Any]:
-    """Sort by name, as numbers where all names are integers as Python writes them."""
+    """Sort clients by name; sort numerically if all names are integers in Python's notation."""
     other = [name for name in content if isinstance(name, bool) or not isinstance(name, (str, Integral))]
     if other:
         raise MisconfigurationException(
             f"the names of the clients in indices must be strings or integers, got {other[0]!r} of type"
             f" {type(other[0]).__name__}."
         )
-    # Others, such as "007", are names that a number would change, or make equal to another's.
+    # Names such as "007" stay strings: as integers they would change, or equal another name.
     if all(isinstance(name, str) and re.fullmatch("0|[1-9][0-9]*", name) for name in content):
         content = {int(name): part for name, part in content.items()}
     content = {int(name) if isinstance(name, Integral) else name: part for name, part in content.items()}

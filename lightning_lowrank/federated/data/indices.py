@@ -1,4 +1,4 @@
-"""Which samples of a training set each client holds, and how to look at that."""
+"""The sample indices of each client, with a summary table and a plot."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _MAX_SUMMARY_LABELS = 20
 
 
 class ClientIndices:
-    """Which samples of a training set each client holds.
+    """The sample indices of each client, a partition of a training set.
 
     No sample has two clients; a sample may have none, and a client may have no samples. ``indices[client]`` is that
     client's indices, a view of one flat tensor.
@@ -92,11 +92,11 @@ class ClientIndices:
             )
 
     def __len__(self) -> int:
-        """Return the number of clients."""
+        """The number of clients."""
         return len(self.offsets) - 1
 
     def __getitem__(self, client: int) -> Tensor:
-        """Return the sample indices of one client as a view, int64."""
+        """The sample indices of one client, a view, int64."""
         if not 0 <= client < len(self):
             raise IndexError(f"there is no client {client}: clients are numbered 0 to {len(self) - 1}")
         return self.indices[int(self.offsets[client]) : int(self.offsets[client + 1])]
@@ -116,7 +116,7 @@ class ClientIndices:
         return torch.repeat_interleave(torch.arange(len(self)), self.sizes)
 
     def digest(self) -> str:
-        """Return a hash of the division that is the same in every process and on every machine.
+        """A hash of the partition, the same in every process and on every machine.
 
         Two divisions have the same digest exactly if each client holds the same samples in the same order and the
         training set is equally large.
@@ -185,7 +185,7 @@ class ClientIndices:
                 headers += [str(label) for label in present.tolist()]
                 columns += list(self.label_counts(codes, len(present)).T)
             else:
-                # Most clients hold few of many labels.
+                # With many labels most counts are zero, so count each client's different labels.
                 held = torch.unique(self._owners() * len(present) + codes[self.indices])
                 headers.append("labels held")
                 columns.append(torch.bincount(held // len(present), minlength=len(self)))
@@ -220,7 +220,7 @@ class ClientIndices:
         return table
 
     def plot(self, labels: Tensor, path: str | os.PathLike[str] | None = None) -> Figure:
-        """Draw the label counts: a disc for each client and label, its area the number of samples.
+        """Draw the label counts: a disc for each client and label, with an area proportional to the number of samples.
 
         Args:
             labels: Label of each sample of the training set, shape ``[size]``.
@@ -248,7 +248,7 @@ class ClientIndices:
         largest = int(held.max()) if len(held) else 1
         areas = max(1.5 * points_per_cell, 4.0) ** 2 * held / largest
         axes.scatter(cells[:, 0].numpy(), cells[:, 1].numpy(), s=areas.numpy(), alpha=0.7, linewidths=0, clip_on=False)
-        # The largest disc has a radius of 0.75 cells.
+        # The largest disc has a radius of 0.75 cells, so leave that much space at the borders.
         axes.set_xlim(-0.9, len(self) - 0.1)
         axes.set_ylim(-0.9, columns - 0.1)
         axes.xaxis.set_major_locator(MaxNLocator(integer=True))
@@ -263,7 +263,7 @@ class ClientIndices:
 
 
 def index_tensor(part: Tensor | Sequence[int], client: int) -> Tensor:
-    """Return a client's sample indices as a flat int64 tensor on the CPU.
+    """A client's sample indices as a flat int64 tensor on the CPU.
 
     Raises:
         MisconfigurationException: If they are not a flat list of integers.

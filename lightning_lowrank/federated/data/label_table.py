@@ -1,4 +1,4 @@
-"""`LabelTable`: a partition by a published table of how many samples of each label each client has."""
+"""`LabelTable`: a partition by a given table of label counts per client."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _PFLLIB = "Size of samples for labels in clients"
 
 
 class LabelTable(Partition):
-    """Each client has so many samples of each label as a table says, such as a published one; which ones is drawn.
+    """A partition by a table of label counts per client, such as a published one; the samples themselves are drawn.
 
     Args:
         counts: The table: for each client a list of the number of samples of each label, from label 0 on, or a
@@ -56,7 +56,7 @@ class LabelTable(Partition):
             path = Path(counts)
             content = _fedlab_report(path) if path.suffix == ".csv" else read_plain(path, "counts")
             if isinstance(content, Mapping) and _PFLLIB in content:
-                # Pairs of a label and its number.
+                # PFLlib stores pairs of a label and its count.
                 content = [dict(pairs) for pairs in content[_PFLLIB]]
         content = content.tolist() if isinstance(content, (Tensor, np.ndarray)) else content
         self._names = list(content) if isinstance(content, Mapping) else None
@@ -70,7 +70,7 @@ class LabelTable(Partition):
         self.proportions = proportions
 
     def count_clients(self, clients: int | None, keys: Column | None) -> int:
-        """Return the number of clients in the table."""
+        """The number of clients in the table."""
         return agreed(clients, len(self._rows), f"counts has {len(self._rows)} clients")
 
     def assign(self, size: int, clients: int, seed: int, labels: Tensor | None, keys: Column | None) -> ClientIndices:
@@ -108,7 +108,7 @@ class LabelTable(Partition):
 
 
 def _labels_of_client(row: Any, client: int) -> dict[int, int]:
-    """Return a client's number of samples by label."""
+    """A client's number of samples per label."""
     entries = row.items() if isinstance(row, Mapping) else enumerate(row) if isinstance(row, (list, tuple)) else None
     try:
         found = {} if entries is None else {int(label): operator.index(count) for label, count in entries}
@@ -122,7 +122,7 @@ def _labels_of_client(row: Any, client: int) -> dict[int, int]:
 
 
 def _fedlab_report(path: Path) -> dict[str, dict[int, int]]:
-    """Return the numbers in a report of FedLab, whose rows have shares of ``class0``, ``class1``, ... and an amount."""
+    """Read label counts from a FedLab report, whose rows have shares ``class0``, ``class1``, ... and an ``Amount``."""
     columns = read_columns(path, "counts")
     labels = [name for name in columns if name.startswith("class")]
     if not labels or "Amount" not in columns:

@@ -55,7 +55,7 @@ def find_labels(dataset: Dataset, labels: Callable[[Any], Any] | None = None) ->
 def find_named_labels(
     dataset: Dataset, labels: Callable[[Any], Any] | None = None
 ) -> tuple[Tensor, tuple[str, ...] | None]:
-    """Find labels as `find_labels` does, and for strings the name of each number, else ``None``."""
+    """Labels as `find_labels` finds them; for string labels also the name of each number, else ``None``."""
     if labels is not None:
         values = call_on(dataset, labels, "labels", _ADVICE)
     else:
@@ -67,7 +67,7 @@ def find_named_labels(
 
 
 def numbered_alike(labels: Tensor, names: Sequence[str] | None, wanted: Sequence[str] | None) -> Tensor:
-    """Number the labels of one data set as those of another, such as an evaluation set's as the training set's.
+    """Renumber the labels of one dataset like those of another, such as a validation set's like the training set's.
 
     Args:
         labels: Labels of the one, as `find_named_labels` finds them.
@@ -107,7 +107,7 @@ def _label_of(sample: Any) -> Any:
 
 
 def check_labels(labels: Tensor, size: int) -> Tensor:
-    """Return labels as int64 on the CPU.
+    """Check labels, and return them as int64 on the CPU.
 
     Raises:
         MisconfigurationException: If they are not an integer tensor of shape ``[size]``.

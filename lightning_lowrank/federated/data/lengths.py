@@ -1,4 +1,4 @@
-"""Batches of samples of like length, so that little of a batch is padding."""
+"""Batches of samples of similar length, which need little padding."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _BATCHES_OF_A_WINDOW = 50
 
 
 def group_by_length(order: Tensor, lengths: Tensor, batch_size: int, draws: torch.Generator) -> Tensor:
-    """Return the same samples in another order, in which those of like length are in one batch.
+    """Reorder samples so that each batch has samples of similar length.
 
     The batches come in random order. Samples at the end of ``order`` that do not fill a batch stay there.
 
@@ -35,7 +35,7 @@ def group_by_length(order: Tensor, lengths: Tensor, batch_size: int, draws: torc
 
 
 class LengthGroupedSampler(RandomSampler):
-    """Draws all samples in random order, in batches of like length.
+    """Draws all samples in random order, grouped into batches of similar length.
 
     The random order is cut into windows of 50 batches, and `group_by_length` regroups each. A federated round regroups
     the samples that a client trains on in it: these are those of a plain random order.
@@ -59,7 +59,7 @@ class LengthGroupedSampler(RandomSampler):
         self.batch_size = batch_size
 
     def __iter__(self) -> Iterator[int]:
-        """Yield the indices of one pass."""
+        """Iterate over the indices of one pass."""
         draws = torch.Generator().manual_seed(int(torch.empty((), dtype=torch.int64).random_()))
         order = torch.randperm(len(self.lengths), generator=draws)
         for window in order.split(self.batch_size * _BATCHES_OF_A_WINDOW):

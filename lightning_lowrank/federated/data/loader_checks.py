@@ -1,4 +1,4 @@
-"""The user's loaders: which ones can be read client by client, and what is kept of their settings.
+"""Checks of the user's loaders: whether they can be read client by client, and which settings are kept.
 
 `RoundData`, `ClientEvaluation` and `DifferentialPrivacy` check loaders before they read their datasets by index.
 """
@@ -28,17 +28,17 @@ from lightning_lowrank.federated.data.lengths import LengthGroupedSampler
 
 
 def lengths_of(loader: DataLoader) -> Tensor | None:
-    """Return the samples' lengths, where the loader puts those of like length into one batch."""
+    """The samples' lengths, if the loader groups batches by length, else ``None``."""
     return loader.sampler.lengths if isinstance(loader.sampler, LengthGroupedSampler) else None
 
 
 def weights_of(loader: DataLoader) -> Tensor | None:
-    """Return the samples' weights, where the loader draws samples by them."""
+    """The samples' weights, if the loader draws samples by weight, else ``None``."""
     return loader.sampler.weights if isinstance(loader.sampler, WeightedRandomSampler) else None
 
 
 def check_loader(loader: Any, training: bool = True, weighted: bool = False) -> DataLoader:
-    """Return a loader whose dataset can be read by the samples' indices.
+    """Check that a loader's dataset can be read by sample indices, and return the loader.
 
     It is the given one, or where a `torch.utils.data.BatchSampler` makes its batches, one with a ``batch_size`` that
     has the same batches.
@@ -100,7 +100,7 @@ def check_loader(loader: Any, training: bool = True, weighted: bool = False) -> 
     if weighted and type(sampler) is WeightedRandomSampler:
         _check_weights(sampler, len(loader.dataset), needed)
         return loader
-    # Not a subclass, which may draw in its own way.
+    # Exact types only: a subclass may draw in its own way.
     plain = type(sampler) in (SequentialSampler, RandomSampler, LengthGroupedSampler)
     part = ""
     if plain and sampler.data_source is not loader.dataset:
@@ -133,7 +133,7 @@ def _check_weights(sampler: WeightedRandomSampler, samples: int, needed: str) ->
 
 
 class _ReadByLists(Subset):
-    """A whole dataset whose ``__getitem__`` returns the batch of a list of indices."""
+    """A whole dataset whose ``__getitem__`` takes a list of indices and returns a batch."""
 
     stands_in = True
 
@@ -145,7 +145,7 @@ class _ReadByLists(Subset):
 
 
 def _with_batch_size(loader: DataLoader) -> DataLoader | None:
-    """Return a loader with the batches that a plain `torch.utils.data.BatchSampler` makes of a loader's dataset."""
+    """An equal loader with a ``batch_size`` in place of a plain `torch.utils.data.BatchSampler`; else ``None``."""
     dataset: Dataset = loader.dataset
     batches: Any = loader.batch_sampler
     if batches is None:
@@ -157,20 +157,20 @@ def _with_batch_size(loader: DataLoader) -> DataLoader | None:
 
 
 def loader_like(loader: DataLoader, dataset: Dataset, **batches: Any) -> DataLoader:
-    """A loader of other batches, with a loader's workers, pinned memory and, unless given, collate function."""
+    """A loader with other ``batches``, and with the workers, pinned memory and collate function of ``loader``."""
     of_workers = ("multiprocessing_context", "prefetch_factor", "persistent_workers") if loader.num_workers else ()
     kept = ("num_workers", "collate_fn", "pin_memory", "timeout", "worker_init_fn", *of_workers)
     return DataLoader(dataset, **{name: getattr(loader, name) for name in kept} | batches, generator=torch.Generator())
 
 
 def batches_of(samples: np.ndarray, loader: DataLoader) -> np.ndarray:
-    """Return how many batches one pass over these numbers of samples gives."""
+    """The number of batches in one pass, for each number of samples."""
     size = cast(int, loader.batch_size)
     return samples // size if loader.drop_last else -(-samples // size)
 
 
 def leaves_one(samples: int, loader: DataLoader) -> bool:
-    """Whether the last batch of one pass over so many samples has one.
+    """Whether the last batch of a pass over ``samples`` samples has a single sample.
 
     Example:
         >>> loader = DataLoader(range(100), batch_size=8)

@@ -1,4 +1,4 @@
-"""How a training set is divided among clients.
+"""Partitions: rules that divide a training set among clients.
 
 A `Partition` assigns samples to clients and `ClientIndices` is what it returns. `IID`, `Dirichlet` and `LabelCount` are
 the synthetic splits of the federated learning literature, `ByKey` takes the clients that the data itself names
@@ -53,7 +53,7 @@ def _check_count(name: str, value: int, minimum: int) -> int:
 
 
 def agreed(clients: int | None, number: int, known: str) -> int:
-    """Return the number of clients that a partition knows, or refuse another one; ``known`` says how it knows."""
+    """The number of clients that a partition implies; raise if the user asked for another; ``known`` says why."""
     if clients is not None and clients != number:
         raise MisconfigurationException(f"clients={clients}, but {known}: set clients={number}, or leave it out.")
     return number
@@ -132,11 +132,11 @@ class Partition(Configured, ABC):
         return self.assign(size, clients, seed, labels, key_array)
 
     def divide_named(self, dataset: Dataset, clients: int | None) -> ClientIndices | None:
-        """Return the division where the dataset itself says whose each sample is, or ``None`` to go on to `assign`."""
+        """The partition, if the dataset itself names each sample's client; ``None`` to continue with `assign`."""
         return None
 
     def divide_evaluation(self, dataset: Dataset, clients: ClientIndices) -> list[Tensor]:
-        """Return which samples of an evaluation set each client is judged on: int64, there may be none.
+        """The evaluation samples of each client, int64; a client may have none.
 
         Args:
             dataset: The evaluation set.
@@ -151,11 +151,11 @@ class Partition(Configured, ABC):
         )
 
     def find_keys(self, dataset: Dataset) -> Sequence[Any] | Column | None:
-        """Return the key of each sample, or ``None`` for a partition that takes no keys."""
+        """The key of each sample; ``None`` for a partition without keys."""
         return None
 
     def count_clients(self, clients: int | None, keys: Column | None) -> int:
-        """Return the number of clients, given what the user asked for.
+        """The number of clients, given the number that the user asked for.
 
         Raises:
             MisconfigurationException: If ``clients`` is missing, or contradicts what the partition knows.
@@ -178,7 +178,7 @@ class Partition(Configured, ABC):
 
 
 def _from_owners(owners: Tensor, clients: int, names: Sequence[str | int] | None = None) -> ClientIndices:
-    """Build the indices from the client of each sample, -1 for none."""
+    """Build the partition from each sample's client, -1 for none."""
     order = torch.argsort(owners, stable=True)
     counts = torch.bincount(owners + 1, minlength=clients + 1)
     return ClientIndices(order[int(counts[0]) :], len(owners), names, sizes=counts[1:])
@@ -211,7 +211,7 @@ class IID(Partition):
 
 
 class _ByGroup(Partition):
-    """Base of the partitions by label, or by another group of each sample."""
+    """Base of partitions by label, or by another group of each sample."""
 
     needs_labels = True
 
@@ -224,11 +224,11 @@ class _ByGroup(Partition):
         self.needs_labels = groups is None
 
     def find_keys(self, dataset: Dataset) -> Column | None:
-        """Each sample's group from ``groups``; ``None`` if labels are used."""
+        """The group of each sample from ``groups``; ``None`` if the partition is by label."""
         return None if self.groups is None else call_on(dataset, self.groups, "groups", _GROUP_ADVICE)
 
     def _sorted(self, labels: Tensor | None, keys: Column | None) -> tuple[list[Any], Tensor, Tensor]:
-        """Return the different labels or groups, that of each sample by its place among them, and their sizes."""
+        """The sorted groups (or labels), each sample's group as a position among these, and the groups' sizes."""
         if self.groups is not None and keys is None:
             raise MisconfigurationException(
                 f"{type(self).__name__}(groups=...) needs the group of each sample: give keys=, or the dataset instead"
@@ -302,8 +302,8 @@ class Dirichlet(_ByGroup):
             if fitting == clients:
                 return deal(codes, counts, generator(seed, "partition", "samples"))
             made, enough = made + 1, enough + fitting
-            # Where one client has more the others have less, so that all have enough at most as often as if each did
-            # on its own. Five more than were seen had enough, as another sample of clients might show.
+            # Clients compete for samples, so success for all is at most as likely as if they were independent. Count
+            # five more successes than seen, since few draws may underestimate the share.
             share = (enough + 5) / (made * clients + 5)
             if made in _JUDGED and _MAX_DRAWS * share**clients < _HOPELESS:
                 break
@@ -315,8 +315,8 @@ class Dirichlet(_ByGroup):
 
     def _draw_counts(self, class_sizes: list[int], clients: int, draws: torch.Generator) -> Tensor:
         total = sum(class_sizes)
-        # Normalised Gamma(alpha) variables are Dir(alpha). With G ~ Gamma(alpha + 1) and E ~ Exp(1), the
-        # product G * exp(-E / alpha) is one; its logarithm exists where it underflows itself.
+        # Dir(alpha) is Gamma(alpha) variables divided by their sum. For G ~ Gamma(alpha + 1) and E ~ Exp(1), G * exp(-E
+        # / alpha) is Gamma(alpha), and its logarithm is finite where the variable itself underflows.
         ones = torch.ones(len(class_sizes), clients, dtype=torch.float64)
         log_gamma = _standard_gamma(ones * (self.alpha + 1), draws).log()
         log_gamma -= ones.exponential_(generator=draws) / self.alpha
@@ -324,10 +324,11 @@ class Dirichlet(_ByGroup):
         rows = []
         for log_shares, class_size in zip(log_gamma, class_sizes, strict=True):
             if self.capped:
-                # Not all are full: they would hold the whole training set, this label included.
+                # At least one client is not full: full clients alone would hold the whole training set, this label
+                # included.
                 log_shares = log_shares.masked_fill(held * clients >= total, -math.inf)
             cumulative = log_shares.softmax(0).cumsum(0)
-            # Dividing by the last entry makes the last cut exact, and a share of zero an empty one.
+            # Dividing by the last entry makes the last cut exact and the part of a zero share empty.
             cuts = (cumulative / cumulative[-1] * class_size).floor().long()
             rows.append(cuts.diff(prepend=cuts.new_zeros(1)))
             held += rows[-1]
@@ -392,7 +393,7 @@ class LabelCount(_ByGroup):
         return deal(codes, counts, draws)
 
     def _held(self, clients: int, classes: int, draws: torch.Generator) -> Tensor:
-        """Return which client holds which label: bool, shape ``[clients, classes]``."""
+        """Which client holds which label: bool, shape ``[clients, classes]``."""
         held = torch.zeros(clients, classes, dtype=torch.bool)
         if self.balanced:
             holders = torch.zeros(classes, dtype=torch.int64)
@@ -428,7 +429,7 @@ def _chosen(names: list[Any], mask: Tensor) -> list[Any]:
 
 
 class ByKey(Partition):
-    """Natural clients: one for each different key, such as a writer, speaker or hospital.
+    """Natural clients: one per distinct key, such as a writer, speaker or hospital.
 
     Clients are numbered in ascending order of their keys, numbers in names by their value (``u2`` before ``u10``). The
     result keeps the keys as its ``names``. All samples are assigned and nothing is drawn.
@@ -468,7 +469,7 @@ class ByKey(Partition):
         self.key, self.file, self.index = key, file, index
 
     def divide_named(self, dataset: Dataset, clients: int | None) -> ClientIndices | None:
-        """Return the division by a column that knows all clients, in their order."""
+        """The partition by a column that lists all clients in order, if the dataset has one."""
         column = client_column(dataset, self.key) if isinstance(self.key, str) and self.file is None else None
         if column is None or not len(column):
             return None
@@ -476,7 +477,7 @@ class ByKey(Partition):
         return _from_owners(torch.from_numpy(column.places), number, column.names)
 
     def divide_evaluation(self, dataset: Dataset, clients: ClientIndices) -> list[Tensor]:
-        """See `Partition.divide_evaluation`: the samples with the client's key; those of other keys go to nobody."""
+        """See `Partition.divide_evaluation`: a client's samples by key; those of unknown keys belong to no client."""
         if self.file is not None:
             raise MisconfigurationException(
                 f"personal_test='by_client' needs the keys of the evaluation samples, and file={self.file!r} has those"
@@ -501,7 +502,7 @@ class ByKey(Partition):
         return list(_from_owners(torch.from_numpy(owners), len(names)))
 
     def find_keys(self, dataset: Dataset) -> Column:
-        """Return the key of each sample, an array of integers or strings."""
+        """The key of each sample: integers or strings."""
         if self.file is not None:
             return self._keys_in_file(dataset, Path(self.file))
         if callable(self.key):
@@ -509,7 +510,7 @@ class ByKey(Partition):
         return find_column(dataset, (self.key,), (self.key,), self._key_of, self.key, _KEY_ADVICE, classes=True)
 
     def _keys_in_file(self, dataset: Dataset, path: Path) -> np.ndarray:
-        """Return the key of each sample, by the row that it comes from."""
+        """The key of each sample from ``file``, by the sample's row."""
         found, index = owners_in_file(path, "file", str(self.key), self.index)
         rows = rows_of(dataset)
         total = length_of(dataset) if rows is None else rows.total
@@ -532,7 +533,7 @@ class ByKey(Partition):
         )
 
     def count_clients(self, clients: int | None, keys: Column | None) -> int:
-        """Return the number of different keys."""
+        """The number of distinct keys."""
         return self._agreed_count(clients, len(self._categories(keys)[0]))
 
     def _agreed_count(self, clients: int | None, number: int) -> int:
@@ -556,7 +557,7 @@ class ByKey(Partition):
 
 
 def natural(name: Any) -> tuple[tuple[int, int, str], ...]:
-    """The key by which names are sorted so that the numbers in them ascend.
+    """A sort key for names by which numbers inside the names ascend.
 
     Example:
         >>> sorted(["u10", "u2", 3, "u1b"], key=natural)
@@ -564,12 +565,12 @@ def natural(name: Any) -> tuple[tuple[int, int, str], ...]:
     """
     parts = re.split("([0-9]+)", str(name))
     found = tuple((0, int(part), "") if part.isdigit() else (1, 0, part) for part in parts if part)
-    # "007" and "7" differ.
+    # The name itself breaks ties: "007" and "7" are different.
     return (*found, (2, 0, str(name)))
 
 
 def _standard_gamma(alpha: Tensor, draws: torch.Generator) -> Tensor:
-    """Draw from Gamma(alpha, 1) with a generator of the CPU, which torch's distribution does not take."""
+    """Draw from Gamma(alpha, 1) with a given CPU generator, which `torch.distributions` does not accept."""
     with torch.random.fork_rng(devices=[]):
         torch.set_rng_state(draws.get_state())
         values = torch.distributions.Gamma(alpha, torch.ones_like(alpha)).sample()

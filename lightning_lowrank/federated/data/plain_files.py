@@ -1,4 +1,4 @@
-"""Plain values from files: numbers, texts, arrays, and lists, dictionaries and sets of them.
+"""Plain values from files: numbers, strings, arrays, and containers of such values.
 
 Partitions, data modules and traces of devices read other projects' files by `read_plain` and `read_columns`. No code of
 a file is run.
@@ -29,7 +29,7 @@ _CLIENT_COLUMNS, _INDEX_COLUMNS = ("client", "client_id", "user", "user_id"), ("
 
 
 def read_plain(path: Path, argument: str) -> Any:
-    """Return what a file holds, by its suffix.
+    """Read a file of plain values; the suffix decides the format.
 
     ``.json``; ``.npy`` and ``.npz``, a dictionary of the latter's arrays; ``.pt`` of `torch.save`, with tensors and
     NumPy arrays; ``.txt`` with a Python literal, as FedML and NIID-Bench write divisions; and pickles, ``.pkl``,
@@ -55,13 +55,13 @@ def read_plain(path: Path, argument: str) -> Any:
     try:
         return read(path)
     except Exception as error:  # a damaged file fails in any way
-        # torch's message says how the file's code could be run.
+        # Replaced, because torch's message explains how to run the file's code.
         reason = "it is cut, or holds more than tensors, arrays and plain values" if path.suffix == ".pt" else error
         raise MisconfigurationException(f"{argument} names {str(path)!r}, which is no {kind}: {reason}.") from error
 
 
 def read_columns(path: Path, argument: str) -> dict[str, list[str]]:
-    """Return the columns of a CSV file by their names in its first line.
+    """The columns of a CSV file, by the names in its first line.
 
     Raises:
         MisconfigurationException: If it cannot be read, or a line has another number of cells.
@@ -69,7 +69,7 @@ def read_columns(path: Path, argument: str) -> dict[str, list[str]]:
     try:
         with open(path, newline="", encoding="utf-8-sig") as file:
             rows = [row for row in csv.reader(file) if row]
-            # FedLab's reports have a title in front.
+            # FedLab's reports begin with a line that holds a title.
             rows = rows[len(rows[0]) == 1 < len(rows[1]) :] if len(rows) > 1 else rows
     except (OSError, UnicodeDecodeError, csv.Error) as error:
         raise MisconfigurationException(
@@ -89,7 +89,7 @@ def read_columns(path: Path, argument: str) -> dict[str, list[str]]:
 def owners_in_file(
     path: Path, argument: str, client: str | None, index: str | None
 ) -> tuple[list[str], np.ndarray | None]:
-    """Return what the lines of a CSV file say about samples.
+    """Read each sample's client from a CSV file.
 
     Args:
         path: The file.
@@ -122,7 +122,7 @@ def owners_in_file(
 
 
 class _Unpickler(pickle.Unpickler):
-    """Admits NumPy arrays and Python's own containers."""
+    """An unpickler that admits only NumPy arrays and Python's built-in containers."""
 
     def find_class(self, module: str, name: str) -> Any:
         found = _ADMITTED.get((module.replace("numpy._core", "numpy.core"), name))
@@ -142,7 +142,7 @@ def _unpickled(file: BinaryIO) -> Any:
 
 
 class _Type:
-    """Stands for a ``numpy.dtype``, whose own ``__setstate__`` believes sizes and flags that crash the process."""
+    """A safe ``numpy.dtype`` for pickles: NumPy's own ``__setstate__`` may crash on manipulated sizes and flags."""
 
     def __init__(self, code: str, *_: Any) -> None:
         if not re.fullmatch(r"[?bBhHiIlLqQefdFDgGU]|[biufcSU]\d{1,5}|O8?", code):
@@ -154,7 +154,7 @@ class _Type:
 
 
 class _Array(np.ndarray):
-    """An array whose pickled state has a `_Type`."""
+    """An array whose pickled type is a `_Type`."""
 
     def __setstate__(self, state: tuple[Any, ...]) -> None:
         version, shape, kind, is_fortran, data = state
@@ -168,7 +168,7 @@ def _dtype_of(kind: Any) -> np.dtype:
 
 
 def _array_of(buffer: Any, kind: Any, shape: tuple[int, ...], order: str) -> np.ndarray:
-    # The file may go on to resize a bytearray.
+    # A copy, because the file may resize its bytearray afterwards.
     return np.frombuffer(bytes(memoryview(buffer)), _dtype_of(kind)).copy().reshape(shape, order=order)
 
 
@@ -218,7 +218,7 @@ def _read_npz(path: Path) -> dict[str, Any]:
 
 
 def _array(file: BinaryIO) -> Any:
-    """Return an array of the format ``.npy``; the value itself of one that holds a pickled value."""
+    """Read an array in ``.npy`` format; for a pickled scalar object, return the object."""
     if np.lib.format.read_magic(file) == (1, 0) and np.lib.format.read_array_header_1_0(file)[2].hasobject:
         found = _unpickled(file)
         return found.item() if isinstance(found, np.ndarray) and not found.ndim else found

@@ -1,4 +1,4 @@
-"""Which clients a round trains, how many batches each has, and which of them step together."""
+"""Plans of rounds: the cohort, each client's number of batches, and the chunks of clients that step together."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from lightning_lowrank.seeding import generator
 
 @dataclass(frozen=True)
 class Chunk:
-    """Clients that step together; one alone where clients train one after another.
+    """Clients that step together; a single client if clients train one after another.
 
     Args:
         clients: Their ids, those with most batches first.
@@ -31,16 +31,16 @@ class Chunk:
 
     @property
     def steps(self) -> int:
-        """Number of steps of the client with most."""
+        """The largest number of steps among the clients."""
         return self.batches[0]
 
     def active(self, step: int) -> int:
-        """Return how many clients, from the first on, make a step of this number."""
+        """The number of clients, from the first on, that still train at step number ``step``."""
         ascending = self._ascending
         return len(ascending) - bisect_right(ascending, step)
 
     def without(self, clients: Collection[int]) -> Chunk:
-        """Return the chunk of the other clients."""
+        """The chunk without some ``clients``."""
         kept = [pair for pair in zip(self.clients, self.batches, strict=True) if pair[0] not in clients]
         return Chunk(tuple(client for client, _ in kept), tuple(steps for _, steps in kept))
 
@@ -51,7 +51,7 @@ class Chunk:
 
 @dataclass(frozen=True)
 class RoundPlan:
-    """One round: its cohort, how many batches each client trains on, and which clients step together.
+    """The plan of a round: its cohort, each client's number of batches, and the chunks of clients that step together.
 
     Args:
         round: Number of the round, from 0.
@@ -71,21 +71,21 @@ class RoundPlan:
     turns: int = 1
 
     def with_chunk(self, number: int, chunk: Chunk) -> RoundPlan:
-        """The plan with another chunk in this place, one that has lost clients."""
+        """The plan with chunk ``number`` replaced, after some of its clients failed."""
         return replace(self, chunks=(*self.chunks[:number], chunk, *self.chunks[number + 1 :]))
 
     @cached_property
     def ends(self) -> tuple[int, ...]:
-        """Number of steps of the round when each chunk has finished."""
+        """The round's number of steps at the end of each chunk."""
         return tuple(accumulate(chunk.steps for chunk in self.chunks))
 
     def steps(self, turns: int | None = None) -> int:
-        """Number of steps that this process makes in the first ``turns`` turns of the round; ``None``: in all."""
+        """The number of this process's steps in the first ``turns`` turns of the round; ``None``: in all turns."""
         return sum(chunk.steps for chunk in self.chunks[:turns])
 
 
 def divide(batches: Mapping[int, int], processes: int) -> list[list[int]]:
-    """Divide clients among processes of about equal load: the client with most batches to the least loaded process.
+    """Distribute clients over processes by load: the clients with most batches first, each to the least loaded process.
 
     Example:
         >>> divide({0: 5, 3: 9, 4: 2, 7: 2}, processes=2)
@@ -102,7 +102,7 @@ def divide(batches: Mapping[int, int], processes: int) -> list[list[int]]:
 
 @dataclass(frozen=True)
 class RoundPlanner:
-    """Draws a round's cohort and counts its batches; a pure function of the round.
+    """Draws the cohorts of rounds and counts their batches; a plan depends on the round's number alone.
 
     Args:
         seed: Seed of the experiment.
@@ -143,11 +143,11 @@ class RoundPlanner:
     processes: int = 1
 
     def __post_init__(self) -> None:
-        """Draw no more clients than can be drawn."""
+        """Limit ``clients_per_round`` to the number of eligible clients."""
         object.__setattr__(self, "clients_per_round", min(self.clients_per_round, self.eligible))
 
     def plan(self, round_number: int, chunks: Sequence[Sequence[int]] | None = None) -> RoundPlan:
-        """Return the plan of one round.
+        """The plan of one round.
 
         ``chunks`` says which clients step together where a checkpoint does: the state by which they are grouped changes
         during a round.
@@ -168,7 +168,7 @@ class RoundPlanner:
         )
 
     def tried(self, chunk_size: int | None = None) -> tuple[Chunk, ...]:
-        """Return chunks on which steps may be tried before the first round.
+        """Chunks for trial steps before the first round.
 
         They are those of the first round, of all processes. Where Poisson sampling draws fewer clients than a chunk
         needs, or nobody, they are those of as many of the largest clients as a round has on average.
@@ -189,7 +189,7 @@ class RoundPlanner:
         )
 
     def client_steps(self, rounds: Iterable[int], group_of: Callable[[int], int], limit: int | None = None) -> int:
-        """Return the number of optimizer steps that one client makes in some rounds, if it has the most in each.
+        """The number of optimizer steps in some rounds of a client that has the most in each.
 
         Args:
             rounds: Their numbers; may go on for ever where there is a ``limit``.
@@ -212,7 +212,7 @@ class RoundPlanner:
         return steps
 
     def cohort(self, round_number: int) -> tuple[list[int], list[int], list[int]]:
-        """Return the clients that train, the number of batches of each, and the clients that never answer."""
+        """A round's training clients, their numbers of batches, and the clients that never answer."""
         drawn = self._drawn(round_number)
         answering, failed = self._answering(round_number, drawn)
         batches = self.batches[answering].tolist()
@@ -228,7 +228,7 @@ class RoundPlanner:
 
     @property
     def eligible(self) -> int:
-        """Number of clients that can ever be drawn: with batches, a sampling weight and a chance to be available.
+        """Number of eligible clients: with batches, a sampling weight above 0, and a chance to be available.
 
         ``participants`` are the draws of some rounds: clients that they do not name count too.
         """
@@ -236,13 +236,13 @@ class RoundPlanner:
 
     @property
     def listening(self) -> int:
-        """Number of clients that hear what all must: those that ever take part, by ``participants`` where given."""
+        """Number of clients that receive broadcasts to all: the eligible ones, or those that ``participants`` names."""
         if self.participants is None:
             return self.eligible
         return len({client for clients in self.participants for client in clients})
 
     def _grouped(self, round_number: int, batches: Mapping[int, int]) -> list[list[int]]:
-        """Group clients of a kind with about as many batches; the longest come first."""
+        """Group clients with equal keys and similar numbers of batches into chunks; the longest come first."""
         if self.chunk_size == 1:
             return [[client] for client in sorted(batches)]
         kinds: dict[Any, list[int]] = {}
@@ -282,19 +282,19 @@ class RoundPlanner:
         return sorted(ids[chosen.numpy()].tolist())
 
     def _can_be_drawn(self) -> np.ndarray:
-        """Return of each client whether it can ever be drawn."""
+        """For each client, whether any round can draw it."""
         possible = self._drawable()
         if self.availability is not None and not callable(self.availability):
             possible &= np.asarray(self.availability) > 0
         return possible
 
     def _drawable(self) -> np.ndarray:
-        """Return of each client whether it can be drawn in a round in which it is available."""
+        """For each client, whether a round in which it is available can draw it."""
         drawable = self.batches > 0
         return drawable if self.sampling_weights is None else drawable & (np.asarray(self.sampling_weights) > 0)
 
     def _availability_in(self, round_number: int) -> Sequence[float]:
-        """Return each client's chance to be there in a round."""
+        """Each client's probability of being available in a round."""
         assert self.availability is not None
         if not callable(self.availability):
             return self.availability

@@ -1,4 +1,4 @@
-"""Poisson-sampled batches: each sample is in a batch on its own, with one chance."""
+"""Poisson-sampled batches: each sample is in a batch independently, with equal probability."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from lightning_lowrank.seeding import derive_seed
 
 
 class PoissonLoader:
-    """A training loader of Poisson-sampled batches, which can begin at any of them.
+    """A training loader of Poisson-sampled batches, which can start at any batch.
 
     It keeps the dataset, collate function and workers of another loader, and the number of its batches. A batch has the
     loader's batch size on average. Where no sample is drawn, the first sample stands for the batch; see `drawn`.
@@ -54,12 +54,12 @@ class PoissonLoader:
         return self._length
 
     def drawn(self, number: int) -> np.ndarray:
-        """Return the samples that the batch of this number, over all fits, is made of; there may be none."""
+        """The drawn samples of batch ``number``, counted over all fits; there may be none."""
         rate = rate_of(len(self.samples), self.batch_size)
         return drawn_by_poisson(self.samples, rate, self._poisson(), "poisson", number)
 
     def requests(self) -> Iterator[Request]:
-        """Yield what the epoch's remaining batches read."""
+        """Iterate over the requests of the epoch's remaining batches."""
         epoch = self._epoch()
         seed, position = derive_seed(self._seed, "data", epoch), self._position()
         before = self._steps() - position
@@ -79,12 +79,12 @@ class PoissonLoader:
         self.close()
 
     def close(self) -> None:
-        """Give the process's random number generators back, which a step has seeded."""
+        """Restore the process's random number generators, which steps had seeded."""
         self._randomness.release()
 
     def state_dict(self) -> dict[str, Any]:
-        """Tell Lightning that this loader can resume; the position is part of the loop's own state."""
+        """An empty state, which marks the loader as resumable; Lightning's loop saves the position."""
         return {}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take nothing: see `state_dict`."""
+        """Do nothing: the state is empty."""

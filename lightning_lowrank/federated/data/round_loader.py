@@ -1,4 +1,4 @@
-"""The loader of a round's batches, which stands in for the user's training loader.
+"""The training loader of a fit in place of the user's loader: a round's batches.
 
 `RoundData` makes one `RoundLoader` for each user's loader; executions iterate over it.
 """
@@ -25,7 +25,7 @@ from lightning_lowrank.seeding import derive_seed, generator
 
 
 class RoundLoader:
-    """The training loader of a federated experiment: a round's batches, one client after another.
+    """The training loader of a federated experiment: a round's batches, client after client.
 
     It keeps the batch size, collate function, workers, pinned memory and ``drop_last`` of the user's loader. Everything
     it draws comes from generators of (seed, round, client). Iteration starts at ``position()``, so that a resumed run
@@ -84,7 +84,7 @@ class RoundLoader:
         reading: list[Iterator[Any]] = []
 
         def read(seed: int) -> Any:
-            # Other draws than those of the step.
+            # A seed of its own, so that reading and training draw different numbers.
             self._randomness.open(derive_seed(seed, "read") if self._randomness.has_device else None)
             if not reading:
                 reading.append(self._reader.read())
@@ -96,12 +96,13 @@ class RoundLoader:
             self._randomness.seed(seed)
             return batch
 
-        # Unlike a generator, it goes on after an error in the dataset.
+        # A map rather than a generator, which would end after an error in the dataset.
         return map(read, self._seeds())
 
     def _seeds(self) -> Iterator[int]:
-        """Yield the seed of each of the round's remaining steps."""
-        # Lightning calls iter() more often than it iterates: nothing may start before the first batch is requested.
+        """Iterate over the seeds of the round's remaining steps."""
+        # A generator, because Lightning calls iter() more often than it iterates: nothing may start before the first
+        # batch.
         plan = self._plan()
         for chunk, steps in self._remaining(plan):
             seed = derive_seed(self._seed, "training", plan.round, chunk.clients[0])
@@ -109,7 +110,7 @@ class RoundLoader:
                 yield step_seed(seed, step)
 
     def requests(self) -> Iterator[Request | Requests]:
-        """Yield the indices of the round's batches from the current position on."""
+        """Iterate over the requests of the round's batches from the current position on."""
         plan = self._plan()
         for chunk, steps in self._remaining(plan):
             if self.stacked:
@@ -119,7 +120,7 @@ class RoundLoader:
                 yield from islice(self._client_requests(plan.round, client, chunk.steps), steps.start, None)
 
     def read(self, chunk: Chunk, round_number: int, steps: int) -> tuple[list[Any], list[Any]]:
-        """Return the first batches of clients that step together, and the first of each client on its own.
+        """The first batches of clients that step together, and the first batch of each client alone.
 
         They are read outside any round. There are fewer than ``steps`` where the clients have fewer.
         """
@@ -130,12 +131,12 @@ class RoundLoader:
         except Exception:
             if not self._loader.num_workers:
                 raise
-            # The dataset may be one that only workers can read.
+            # Some datasets can be read by worker processes only.
             found = list(BatchReader(self._loader, lambda: wanted, self._change).read())
         return found[: len(requests)], found[len(requests) :]
 
     def _chunk_requests(self, round_number: int, chunk: Chunk) -> Iterator[Requests]:
-        """Yield what the clients that are still active read, step by step."""
+        """Iterate over the steps of a chunk: the requests of the clients that are still active."""
         streams = [
             self._client_requests(round_number, client, count)
             for client, count in zip(chunk.clients, chunk.batches, strict=True)
@@ -149,7 +150,7 @@ class RoundLoader:
             yield Request(indices, step_seed(seed, step))
 
     def _remaining(self, plan: RoundPlan) -> list[tuple[Chunk, range]]:
-        """Return the chunks that are not done, with the steps that each has left."""
+        """The unfinished chunks, with their remaining steps."""
         position = self._position()
         return [
             (chunk, range(max(0, position - (end - chunk.steps)), chunk.steps))
@@ -158,7 +159,7 @@ class RoundLoader:
         ]
 
     def drawn(self, round_number: int, client: int, step: int) -> np.ndarray:
-        """Return the samples that Poisson sampling draws for a batch; there may be none."""
+        """The samples that Poisson sampling draws for a batch; there may be none."""
         assert self._poisson is not None
         samples = np.asarray(self._clients[client])
         rate = rate_of(len(samples), self.batch_size)

@@ -1,4 +1,4 @@
-"""The rows of a file, or of a split, that the samples of a dataset come from.
+"""The rows of a file, or of a split, from which a dataset's samples come.
 
 Data modules that hold out, drop or limit samples number the others anew. They leave a `Rows` on the training set as
 ``dataset.rows``, by which partitions that name samples by their number, such as `FromIndices`, find them.
@@ -20,7 +20,7 @@ __all__ = ["Rows", "rows_of"]
 
 @dataclass(frozen=True, eq=False)
 class Rows:
-    """The row of each sample of a dataset.
+    """The row number of each sample of a dataset.
 
     Args:
         numbers: Number of each sample's row in its file or split, from 0: int64, shape ``[samples]``.
@@ -36,22 +36,22 @@ class Rows:
 
     @classmethod
     def all(cls, total: int) -> Rows:
-        """The rows of a dataset that has all of them in their order."""
+        """The rows of a complete dataset in order."""
         return cls(torch.arange(total), total)
 
     def select(self, samples: Tensor | Sequence[int]) -> Rows:
-        """The rows of some of the samples, in this order."""
+        """The rows of some samples, in the given order."""
         return Rows(self.numbers[torch.as_tensor(samples, dtype=torch.int64)], self.total)
 
     def positions(self) -> Tensor:
-        """The sample of each row, and -1 for a row without one: int64, shape ``[total]``."""
+        """The sample of each row, -1 for a row without sample: int64, shape ``[total]``."""
         found = torch.full((self.total,), -1, dtype=torch.int64)
         found[self.numbers] = torch.arange(len(self.numbers))
         return found
 
 
 def rows_of(dataset: Any) -> Rows | None:
-    """The rows that a dataset's samples come from; ``None`` where its samples are not known to be numbered anew.
+    """The rows of a dataset's samples; ``None`` if the dataset does not record any.
 
     `torch.utils.data.Subset` of a dataset with rows has those of its samples.
 

@@ -1,4 +1,4 @@
-"""Datasets whose samples are rows of tensors, and how a batch is made of rows.
+"""Datasets whose samples are rows of tensors, and the construction of batches from these rows.
 
 `SeededBatches` gathers such batches, in main memory or on the device that trains.
 """
@@ -15,7 +15,7 @@ from torch.utils.data import Subset, TensorDataset, default_collate
 
 
 def is_plain(tensor: Tensor) -> bool:
-    """Whether a copy of a part of a tensor is what `torch.stack` makes of its samples."""
+    """Whether indexing a tensor gives the same batch as `torch.stack` of its samples."""
     return (
         type(tensor) is Tensor
         and tensor.layout is torch.strided
@@ -25,27 +25,27 @@ def is_plain(tensor: Tensor) -> bool:
 
 
 class TensorRows(Protocol):
-    """How a dataset of tensors makes a batch of some rows, in three parts.
+    """Describes how a dataset of tensors builds a batch from rows, in three parts.
 
     The dataset's method ``by_rows()`` returns it, or ``None`` for a dataset that is read sample by sample.
     """
 
     @property
     def tensors(self) -> Sequence[Tensor]:
-        """The tensors whose rows samples are made of."""
+        """The tensors that hold the samples' rows."""
 
     @property
     def collates(self) -> Sequence[Callable[..., Any]]:
-        """The collate functions with which a loader's batch is what `make` returns."""
+        """The collate functions whose result is that of `make`."""
 
     def draw(self, samples: int, generator: torch.Generator) -> Tensor | None:
-        """The draws of a batch, int64 of shape ``[draws, samples]`` on the CPU; ``None``: nothing is drawn."""
+        """The random draws of a batch, int64 of shape ``[draws, samples]`` on the CPU; ``None`` without randomness."""
 
     def make(self, rows: Sequence[Tensor], draws: Tensor | None) -> list[Tensor]:
-        """A batch of the gathered rows, on their device. No sample depends on another."""
+        """A batch made of gathered ``rows``, on their device; samples are independent of each other."""
 
     def made(self, samples: int) -> Sequence[Tensor] | None:
-        """All rows as `make` returns them where nothing is drawn, if these are kept on the CPU.
+        """The result of `make` for all rows, if cached on the CPU and nothing is random.
 
         Args:
             samples: Number of samples that are about to be read.
@@ -71,7 +71,7 @@ class _RowsOfTensors:
 
 
 class Source(NamedTuple):
-    """A dataset whose samples are rows of tensors.
+    """A dataset whose samples are rows of tensors, behind any `torch.utils.data.Subset`.
 
     Args:
         rows: How batches are made of rows.
@@ -82,12 +82,12 @@ class Source(NamedTuple):
     chosen: np.ndarray | None
 
     def rows_of(self, samples: np.ndarray) -> np.ndarray:
-        """The rows of samples."""
+        """The row numbers of samples."""
         return samples if self.chosen is None else self.chosen[samples]
 
 
 def source_of(dataset: Any, collate: Callable[..., Any]) -> Source | None:
-    """The source of a dataset's batches, through any number of `torch.utils.data.Subset`.
+    """The `Source` of a dataset's batches, looked for through any number of `torch.utils.data.Subset`.
 
     Returns:
         ``None`` if its samples are not rows of tensors, or ``collate`` is not one that only puts them together.

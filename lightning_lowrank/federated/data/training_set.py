@@ -1,4 +1,4 @@
-"""The training set of a federated run: divided among clients once, and read round by round."""
+"""The training set of a federated run: divided among clients once, then read in rounds."""
 
 from __future__ import annotations
 
@@ -35,9 +35,9 @@ _MOST_STORED = 2**31
 
 
 def _stored(dataset: Any) -> str | None:
-    """Return a digest of all that a `TensorDataset`, or a dataset with an attribute ``deterministic``, holds in memory.
+    """A digest of the tensors and arrays in a `TensorDataset` or a dataset with an attribute ``deterministic``.
 
-    Others, of which it is ``None``, may fill their tensors while they are read, so that a resumed run has other ones.
+    ``None`` for other datasets, which may fill their tensors while they are read, so that a resumed run has other ones.
     """
     parts: list[Any] = []
     while isinstance(dataset, Subset):
@@ -53,7 +53,7 @@ def _stored(dataset: Any) -> str | None:
 
 
 class RoundData:
-    """Divides the training set among clients, plans rounds, and reads their batches.
+    """Divides the training set among clients, plans rounds, and reads the rounds' batches.
 
     It divides when the loader is asked for first, which Lightning does before or after the fit begins.
 
@@ -98,7 +98,7 @@ class RoundData:
         self._loader_epoch = 0
 
     def attach(self, trainer: Any, user_loader: Callable[[], Any], limit: int | float) -> None:
-        """Serve a fit, the first one or another that goes on with the same division.
+        """Attach to a fit: the first one, or a later one that continues with the same partition.
 
         ``limit`` is the ``limit_train_batches`` that the user gave the trainer.
         """
@@ -109,18 +109,18 @@ class RoundData:
         self.randomness = StepRandomness(trainer.strategy.root_device)
 
     def use(self, stacked: bool, chunk_size: int) -> None:
-        """Read batches of chunks of up to so many clients."""
+        """Set whether clients step together, and the largest size of a chunk."""
         if (stacked, chunk_size) != (self.stacked, self.chunk_size):
             self.stacked, self.chunk_size = stacked, chunk_size
             self._loader, self.plan = None, None
 
     @property
     def loader(self) -> RoundLoader:
-        """The round's loader; the training set is divided when that has not been done."""
+        """The round's loader; divides the training set at the first call."""
         return self.load()
 
     def load(self) -> RoundLoader:
-        """Return the round's loader, and divide the training set when that has not been done."""
+        """The round's loader; divides the training set at the first call."""
         epoch = self._trainer.current_epoch
         renew = self.running and self._every_n_epochs and epoch - self._loader_epoch >= self._every_n_epochs
         if self._loader is not None and not renew:
@@ -171,7 +171,7 @@ class RoundData:
         return self._poisson.batch_seed(self.settings.experiment_seed)
 
     def _poison(self, dataset: Dataset, indices: ClientIndices) -> LabelPoison | None:
-        """Return what replaces the labels of attackers' samples, where they have others."""
+        """The replacement of attackers' labels; ``None`` if the attack poisons none."""
         attack = self.settings.attackers
         self._attackers, self._poisoned = (), None
         if attack is None or not attack.poisons_labels:
@@ -186,14 +186,14 @@ class RoundData:
         return self._poisoned
 
     def divided(self) -> ClientIndices:
-        """Return which training samples each client has, dividing them where that has not been done."""
+        """The partition of the training set; divides it at the first call."""
         if self.indices is None:
             self.load()
         assert self.indices is not None
         return self.indices
 
     def fingerprint(self) -> dict[str, Any]:
-        """Return what of the data changes a run's result, as plain Python."""
+        """The properties of the data that affect a run's result, as plain Python."""
         indices, loader = self.divided(), self.training_loader
         assert loader is not None
         weights = weights_of(loader)
@@ -217,7 +217,7 @@ class RoundData:
         }
 
     def _content(self, loader: DataLoader) -> str | None:
-        """Return a digest of some samples as batches have them, ``None`` if it is another at each reading."""
+        """A digest of some samples' batches; ``None`` if two readings differ."""
         seed = self.settings.experiment_seed
         size = len(loader.dataset)  # type: ignore[arg-type]
         drawn = torch.randperm(size, generator=generator(seed, "fingerprint"))[:_COMPARED_SAMPLES].numpy()
@@ -229,17 +229,17 @@ class RoundData:
         return digest(first) if first == second else None
 
     def _read(self, loader: DataLoader, requests: list[Request]) -> list[Any]:
-        """Return some batches, read outside of any round."""
+        """Read some batches outside of rounds."""
         randomness = StepRandomness(self._trainer.strategy.root_device)
         randomness.open(requests[0].seed)
         try:
-            # Where the user's loader has workers, the dataset may be one that only workers can read.
+            # BatchReader uses the user's workers; some datasets can be read by worker processes only.
             return list(BatchReader(loader, lambda: requests).read())
         finally:
             randomness.release()
 
     def example(self) -> tuple[Any, int]:
-        """Return a batch, on the device, of the first samples, and their number."""
+        """A batch of the first samples, on the device, and its number of samples."""
         assert self.training_loader is not None
         loader = self.training_loader
         samples = min(cast(int, loader.batch_size), len(loader.dataset))  # type: ignore[arg-type]
@@ -247,7 +247,7 @@ class RoundData:
         return batch_transfer(self._trainer)(batch), samples
 
     def samples_read(self, client: int, steps: int) -> int:
-        """Return how many samples a client reads in so many steps of a round, on average where they are drawn."""
+        """The number of samples that a client reads in ``steps`` steps of a round, on average if Poisson-sampled."""
         assert self.training_loader is not None
         loader, samples = self.training_loader, self.planner.samples[client]
         size, once = cast(int, loader.batch_size), int(batches_of(samples, loader))
@@ -258,22 +258,22 @@ class RoundData:
         return passes * of_one + min(rest * size, of_one)
 
     def stop(self) -> None:
-        """Plan no further round, and give the process's random number generators back."""
+        """Stop planning rounds, and restore the process's random number generators."""
         self.running = False
         self.randomness.release()
 
     def present_plan(self) -> RoundPlan:
-        """Return the plan of the round that the trainer is in, made where that has not been done."""
+        """The plan of the trainer's current round, made if needed."""
         _ = self.loader
         return self._plan_round(self._trainer.current_epoch)
 
     def current_plan(self) -> RoundPlan:
-        """Return the plan of the present round."""
+        """The present plan, which must have been made."""
         assert self.plan is not None, "Lightning asks for the loader's length, which makes the plan, before any batch"
         return self.plan
 
     def labels_of(self, client: int) -> Tensor | None:
-        """Return the labels of a client's training samples, ``None`` where none are found."""
+        """The labels of a client's training samples; ``None`` if the data has no labels."""
         assert self.indices is not None
         if self._poisson is not None:
             raise MisconfigurationException(
@@ -350,13 +350,13 @@ class RoundData:
         )
 
     def _plan_round(self, number: int) -> RoundPlan:
-        # Lightning asks for the length once more when the fit is over, and there is no next round to plan then.
+        # After the fit Lightning asks for the loader's length again; no further round must be planned then.
         if self.plan is None or (self.plan.round != number and self.running):
             self.plan = self.planner.plan(number, self.resumed_chunks)
             progress = self._progress
             if progress.round != number:
                 progress.begin(number)
             elif progress.chunk and not progress.round_open and max(progress.processes, self.planner.processes) > 1:
-                # The round is over, and other processes may have had other turns in it.
+                # The round is over; the processes that shared it may have had another number of turns.
                 progress.chunk = self.plan.turns
         return self.plan

@@ -1,1 +1,1 @@
-"""How a round's clients are run: one after another, stacked, or on several processes."""
+"""Executions of a round's clients: one after another, together as a stack, or on several processes."""

@@ -1,4 +1,4 @@
-"""Which execution a fit takes: how many clients may step together, and which way is the fastest."""
+"""The choice of execution: whether and how many clients may step together, and which execution is fastest."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def choose_execution(
     restored: Mapping[str, Any] | None,
     previous: Execution | None,
 ) -> Execution:
-    """Return the execution that the settings ask for, and have batches read as it needs them.
+    """Choose the execution that the settings ask for, and configure the data for it.
 
     Args:
         trainer: The trainer, with its optimizers set up.
@@ -113,7 +113,7 @@ def choose_execution(
                 f"execution='vectorized' is not possible: {reason}. Use execution='sequential', or 'auto', which falls"
                 " back to it."
             )
-    # A fit that goes on has compared nothing.
+    # A fit that continues another one has skipped the comparison, so `size` may be 0.
     size = size or chunk_size_that_fits(trainer, data)
     if kind.stacked and not exchange.settings.chunk_size and processes is not None:
         size = min(processes.gather(size))
@@ -128,13 +128,13 @@ def choose_execution(
 
 
 def _difference(trainer: Any, data: RoundData, size: int, processes: ClientParallelStrategy | None) -> str:
-    """Return why a step of so many clients together is not that of a client alone, if it is not."""
+    """The reason why ``size`` clients together step differently from a single client; empty if they don't."""
     reason, _ = _compared(trainer, data, size)
     return reason if processes is None else processes.broadcast(reason)
 
 
 def _compared(trainer: Any, data: RoundData, size: int) -> tuple[str, int]:
-    """Compare a step of the first round's clients together with that of a client alone.
+    """Compare a step of the first round's clients together with the same step of single clients.
 
     Args:
         trainer: The trainer, with its optimizers set up.
@@ -169,7 +169,7 @@ def _compared(trainer: Any, data: RoundData, size: int) -> tuple[str, int]:
 def _fastest(
     trainer: Any, data: RoundData, size: int, reason: str, defers: bool = False, compiles: bool = False
 ) -> tuple[str, bool, str]:
-    """Find the fastest way by some steps of the first round, which leave no trace.
+    """Find the fastest execution by trial steps of the first round, which are undone.
 
     Args:
         trainer: The trainer, with its optimizers set up.
@@ -195,7 +195,7 @@ def _fastest(
             alone, _ = tried(lambda chunk: time_alone(trainer, module, chunk, loader))
             last = None if alone is None else last
     if compiles and together is not None and together >= _best_alone(alone, last):
-        # Compiling takes long, and is tried only where it may turn the scale.
+        # Compilation is slow, so it is tried only if it may change the choice.
         both, reason = tried(lambda chunk: time_both(trainer, module, chunk, loader, defers, compiles))
         alone, together = both or (alone, None)
     name, way = Sequential.name, "clients train one after another"
@@ -215,35 +215,36 @@ def _fastest(
 
 
 def _prefers_channels_last(alone: float | None, last: float | None) -> bool:
-    """Return whether a client's step alone is faster with channels last, given the seconds of both."""
+    """Whether a single client's step is faster with channels last, given the seconds of both."""
     return alone is not None and last is not None and last < _WORTH_CHANNELS_LAST * alone
 
 
 def _best_alone(alone: float | None, last: float | None) -> float:
-    """Return the seconds of a client's step alone, in the format that is taken."""
+    """The seconds of a single client's step, in the faster memory format."""
     best = last if _prefers_channels_last(alone, last) else alone
     return math.inf if best is None else best
 
 
 def _may_have_channels_last(trainer: Any) -> bool:
-    """Return whether steps may be tried that see images with their channels last."""
+    """Whether to try steps with images in channels-last format."""
     module = trainer.lightning_module
-    # These see single samples.
+    # With Poisson-sampled batches, the steps see single samples.
     mapped = any(isinstance(callback, NeedsPoissonBatches) for callback in trainer.callbacks)
     return bool(module.automatic_optimization and not mapped and ChannelsLast(module).applies)
 
 
 def _tried(data: RoundData, size: int, time_steps: Callable[[Chunk], _T]) -> tuple[_T | None, str]:
-    """Return what ``time_steps`` gives for the first round's largest chunk; or ``None``, and why there is nothing."""
+    """Call ``time_steps`` with the first round's largest chunk; if that fails, return ``None`` and the reason."""
     chunks = data.planner.tried(max(_FEWEST_TOGETHER, size))
     data.randomness.open()
     try:
-        # Clients that may not step together are in chunks of their own.
+        # The largest chunk, because clients that may not step together are in separate chunks.
         return time_steps(max(chunks, key=lambda chunk: len(chunk.clients))), ""
     except MisconfigurationException as error:
         return None, error.reason if isinstance(error, CannotMap) else str(error)
     except Exception as error:
-        # Whatever the trial meets, clients can train one after another, or meet it again there.
+        # An error in a trial only rules out this execution; a real error will occur again when clients train one after
+        # another.
         return None, f"the trial ended with {cause_of(error)}"
     finally:
         data.randomness.release()
@@ -252,7 +253,7 @@ def _tried(data: RoundData, size: int, time_steps: Callable[[Chunk], _T]) -> tup
 def time_alone(
     trainer: Any, module: pl.LightningModule, chunk: Chunk, loader: RoundLoader, channels_last: bool = False
 ) -> float | None:
-    """Time a client's step alone, on the batches that `time_both` takes; all is afterwards as there.
+    """Time a single client's step, on the batches that `time_both` uses; everything is restored.
 
     Args:
         trainer: The trainer, with its optimizers set up.
@@ -283,7 +284,7 @@ def time_alone(
 def time_both(
     trainer: Any, module: pl.LightningModule, chunk: Chunk, loader: RoundLoader, defers: bool, compiles: bool = False
 ) -> tuple[float, float]:
-    """Time a client's step alone and in a chunk; values, optimizer states and logs are as they were afterwards.
+    """Time a client's step alone and in a chunk; values, optimizer states and logs are restored.
 
     Args:
         trainer: The trainer, with its optimizers set up.
@@ -302,7 +303,7 @@ def time_both(
     """
     with trial(trainer, loader, chunk, _TRIED_STEPS) as (together, alone):
         count = len(chunk.clients)
-        # The fit compiles again, with the method's objective.
+        # Compiled for the trial only: the fit compiles again, with the method's objective.
         compiled = CompiledSteps(module, count, loader.batch_size, None, silent=True) if compiles else None
         stack = ClientStack(trainer, module, trained_tensors(module), count, compiled=compiled, defers=defers)
         try:
@@ -317,7 +318,7 @@ def time_both(
 
 
 def _settled(times: Sequence[float]) -> float:
-    """Return the median of the last steps, for graphs are traced in the first ones."""
+    """The median time of the last steps: the first ones include tracing of graphs."""
     return statistics.median(times[-_SETTLED_STEPS:])
 
 
@@ -331,11 +332,11 @@ def _seconds(
     times = []
     device = trainer.strategy.root_device
     takes_index = is_param_in_hook_signature(module.training_step, "batch_idx", min_args=2)
-    # The first batch is run twice, for whatever is set up at first use.
+    # The first batch is run twice, because the first run includes one-time setup.
     for index, batch in enumerate([batches[0], *batches]):
         number = max(0, index - 1)
         before(number)
-        # A device only takes note of what it is asked for.
+        # Operations on a device are asynchronous.
         synchronize(device)
         begin = time.perf_counter()
         (optimizer,) = trainer.optimizers

@@ -1,4 +1,4 @@
-"""How the clients of a round are run: what `FederatedLoop` asks of an execution."""
+"""The interface of executions, which run the clients of a round for `FederatedLoop`."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from lightning_lowrank.layers import keep_frozen
 
 
 def while_training(trainer: Any, own: Callable[..., Any], step: Callable[..., Any]) -> Callable[..., Any]:
-    """Return what stands in for a module's ``training_step``: ``step`` in training, and elsewhere the module's ``own``.
+    """A replacement of a module's ``training_step``: ``step`` while the trainer trains, else the module's ``own``.
 
     A ``validation_step`` may call ``training_step`` too.
     """
@@ -82,20 +82,20 @@ class Execution(OfTheRun, ABC):
         """Begin a fit."""
 
     def step_of(self, training_step: Callable[..., Any]) -> Callable[..., Any]:
-        """Return what is run as a client's step in place of ``training_step``, which it may be."""
+        """The function that runs as a client's step in place of ``training_step``; by default the same function."""
         return training_step
 
     def stop(self) -> None:
-        """End a fit, and give the module back what `start` has changed."""
+        """End a fit, and undo the changes that `start` made to the module."""
 
     def begin_round(self) -> None:
-        """Look which tensors are trained in this round."""
+        """Look up the tensors that are trained in this round."""
         keep_frozen(self.module)
         self.live = trained_tensors(self.module)
 
     @abstractmethod
     def open(self, chunk: Chunk) -> dict[int, Exception]:
-        """Make a chunk's clients begin the round.
+        """Have a chunk's clients begin the round.
 
         Returns:
             For clients that failed to begin, the reason. `chunk` is then of the others.
@@ -110,10 +110,10 @@ class Execution(OfTheRun, ABC):
 
     @abstractmethod
     def step(self) -> LocalStep:
-        """Return what the method sees of the present step."""
+        """The present step as the method sees it."""
 
     def _step_of_one(self, values: Mapping[str, Tensor], round_state: State) -> LocalStep:
-        """Return the present step as that of one client with these values."""
+        """The present step as that of one client with these values."""
         return LocalStep(
             self.base,
             self.clients[0].round,
@@ -127,7 +127,7 @@ class Execution(OfTheRun, ABC):
         )
 
     def loss(self, batch: Any, training_step: Callable[[], Any]) -> Any:
-        """Return the objective of a batch, given how the module's own training step is run on it."""
+        """The objective of a batch; ``training_step`` runs the module's own step on it."""
         step, own = self.step(), training_step
         if self.settings.objective is not None:
             objective = self.settings.objective
@@ -138,7 +138,7 @@ class Execution(OfTheRun, ABC):
         return self.algorithm.loss(step, batch, own)
 
     def gradients(self, batch: Any) -> Tensor | None:
-        """Make the training step, ``zero_grad()`` and ``backward()`` in one call, if the execution can.
+        """Run the training step, ``zero_grad()`` and ``backward()`` in one call, if the execution can.
 
         Returns:
             The loss; ``None`` where there is none. Nothing has been done then.
@@ -146,13 +146,13 @@ class Execution(OfTheRun, ABC):
         return None
 
     def before_step(self) -> None:
-        """Show the gradients to the method, before the optimizer steps."""
+        """Call the method's `before_step` with the gradients, before the optimizer steps."""
         if self._own_gradients:
             self.algorithm.before_step(self.step())
 
     @abstractmethod
     def close(self) -> dict[int, Exception]:
-        """Hand over what the open chunk's clients send, and let go of them.
+        """Send the messages of the open chunk's clients, and close the chunk.
 
         Returns:
             For clients that failed to answer, the reason.
@@ -160,7 +160,7 @@ class Execution(OfTheRun, ABC):
 
     @abstractmethod
     def abandon(self) -> None:
-        """Let go of the open chunk, whose clients send nothing, and leave the global model in the module."""
+        """Close the open chunk without messages, and restore the global model in the module."""
 
     def _contexts(self, chunk: Chunk, model: Callable[[int], Mapping[str, Tensor]]) -> list[ClientContext]:
         contexts = [
@@ -173,7 +173,7 @@ class Execution(OfTheRun, ABC):
         return contexts
 
     def _count_steps(self) -> None:
-        """Record the steps of the open clients, in a round that is cut short."""
+        """Record the steps made so far by the open clients, in a round that is cut short."""
         made = self.number + 1
         self.clients = [dataclasses.replace(each, steps=min(each.steps, made)) for each in self.clients]
 
@@ -184,7 +184,7 @@ class Execution(OfTheRun, ABC):
             self.exchange.began(client)
 
     def _begin_extras(self, client: ClientContext) -> None:
-        """Apply the settings that act on local steps beside the method."""
+        """Apply the settings for buffers and the objective, after the method's `begin`."""
         if self.settings.buffers == "reset":
             copy_into(client.model, self.base.initial_buffers)
         elif self.settings.buffers == "local":
@@ -193,7 +193,7 @@ class Execution(OfTheRun, ABC):
             self.settings.objective.begin(client)
 
     def _end_client(self, client: ClientContext) -> Exception | None:
-        """Send the client's message; return the error if it sends none."""
+        """Send the client's message; if that fails, return the error."""
         try:
             with turn_of(client.id):
                 packet = self.exchange.pack(client, self.algorithm.end(client))

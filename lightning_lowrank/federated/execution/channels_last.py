@@ -1,4 +1,4 @@
-"""Batches whose images have their channels last in memory, with which torch's convolutions may be faster."""
+"""Batches with images in channels-last format, which may make convolutions faster."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _FAILED_VIEW = "view size is not compatible"
 
 
 class ChannelsLast:
-    """Lays the images of batches out with their channels last, where a module has convolutions for them.
+    """Converts the images of batches to channels-last format, if a module has convolutions for their dimensions.
 
     Images are floating tensors of four dimensions, and of five for convolutions of three, the second of which are the
     channels, anywhere in lists, tuples, dictionaries and dataclasses. Convolutions hand the format on to what follows
@@ -38,28 +38,29 @@ class ChannelsLast:
 
     @property
     def applies(self) -> bool:
-        """Whether the module has such convolutions."""
+        """Whether the module has convolutions."""
         return bool(self._formats)
 
     def changes(self, batch: Any) -> bool:
-        """Return whether a batch has images that are laid out in another way."""
+        """Whether a batch has images in another memory format."""
         found: list[bool] = []
         apply_to_collection(batch, Tensor, lambda tensor: found.append(self._image(tensor) is not tensor))
         return any(found)
 
     def batch(self, batch: Any) -> Any:
-        """Return a batch with the channels of its images last in memory."""
+        """A batch with its images in channels-last format."""
         return apply_to_collection(batch, Tensor, self._image)
 
     def _image(self, tensor: Tensor) -> Tensor:
         memory_format = self._formats.get(tensor.dim())
         if memory_format is None or not tensor.is_floating_point():
             return tensor
-        # contiguous() leaves an image of one channel as it is, and convolutions then take it for channels first.
+        # Not contiguous(), which leaves images of one channel as they are, and convolutions then treat them as
+        # channels-first.
         return tensor.to(memory_format=memory_format)
 
     def step(self, training_step: Callable[..., Any]) -> Callable[..., Any]:
-        """Return a training step that runs ``training_step`` on such batches."""
+        """A training step that runs ``training_step`` on batches in channels-last format."""
 
         def with_channels_last(batch: Any, *arguments: Any, **keywords: Any) -> Any:
             return training_step(self.batch(batch), *arguments, **keywords)
@@ -68,7 +69,7 @@ class ChannelsLast:
 
 
 def explained(error: RuntimeError, module: nn.Module) -> Exception:
-    """Return what a step raises in place of an error that may come of the format; most errors stand for themselves."""
+    """A clearer error if the memory format may have caused ``error``, else ``error`` itself."""
     if _FAILED_VIEW not in str(error):
         return error
     return MisconfigurationException(

@@ -1,4 +1,4 @@
-"""A step of clients together, compared with the same step of two of them alone.
+"""Comparison of a step of clients together with the same step of two of them alone.
 
 `choose_execution` makes the comparison before the first round of clients that are to step together.
 """
@@ -42,7 +42,7 @@ _Part = tuple[Places, Any]
 
 
 def difference(trainer: Any, module: pl.LightningModule, chunk: Chunk, loader: RoundLoader) -> str:
-    """Return why a client's step together is not its step alone, but for rounding; all is put back.
+    """Describe how a client's step together with others differs from its step alone, beyond rounding; all is restored.
 
     Losses, gradients, parameters, buffers and logged figures are compared, of the chunk's first client and of one whose
     first batch has another form, or of the second. Both ways are given the same draws of torch's generators. Those of
@@ -73,7 +73,7 @@ def difference(trainer: Any, module: pl.LightningModule, chunk: Chunk, loader: R
 
 
 class _BackwardFails(Exception):
-    """Says how the backward pass of clients together fails."""
+    """Raised with a description if the backward pass of clients together fails."""
 
 
 class _Comparison:
@@ -93,9 +93,9 @@ class _Comparison:
             return torch.is_autocast_enabled(self._module.device.type)
 
     def difference(self) -> str:
-        """Return the first difference."""
+        """A description of the first difference; empty if there is none."""
         several = sum(len(places.numbers) for places, _ in self._parts) > 1
-        # A client that is left alone in its chunk makes its steps in another way than clients together.
+        # A single client left in a chunk is computed differently from several clients, so compare both cases.
         for parts in ([_first_of(self._parts)], *([self._parts] if several else [])):
             chosen = _two_clients(parts)
             try:
@@ -109,11 +109,11 @@ class _Comparison:
         return ""
 
     def _together(self, parts: Sequence[_Part], chosen: Sequence[tuple[int, int]]) -> list[StepResults]:
-        """Make the step together, and return what it is for each of the chosen clients."""
+        """Run the step of all clients together; return the results of each chosen client."""
         count = sum(len(places.numbers) for places, _ in parts)
         self._randomness.seed(_SEED)
         self._draws = _Draws()
-        # The round tells of batches that differ.
+        # Silent, because the round itself will warn of batches that differ.
         guard = MappedStepGuard(self._module, silent=True)
         stack = ClientStack(self._trainer, self._module, self._live, count, guard=guard)
         noted: list[tuple[Tensor, dict[str, Tensor]]] = []
@@ -141,11 +141,11 @@ class _Comparison:
         own = batch_of(batch, place)
         with self._draws.replayed(part, place if len(places.numbers) > 1 else None) as are_same:
             expected = self._alone(own, seed)
-        # Without the same draws, nothing can be said.
+        # A comparison is meaningful only with the same random draws.
         return first_difference(found, expected, self._tolerance, "for the client alone") if are_same() else ""
 
     def _alone(self, batch: Any, seed: int) -> StepResults:
-        """Make a client's step in the module itself, and return what it is."""
+        """Run a client's step in the module itself; return its results."""
         module = self._module
         takes_index = is_param_in_hook_signature(module.training_step, "batch_idx", min_args=2)
         numbers = numbers_of(module)
@@ -159,7 +159,7 @@ class _Comparison:
             for value in self._live.values():
                 value.grad = None
             loss.backward()
-            # A step may assign buffers.
+            # A step may assign new tensors to buffers, so look them up again.
             left = trained_tensors(module)
             self._cause = changed_number(numbers, numbers_of(module))
             if repr((random.getstate(), np.random.get_state())) != drawn_from:
@@ -179,7 +179,7 @@ class _Comparison:
 
 
 def _first_of(parts: Sequence[_Part]) -> _Part:
-    """Return the first client with its batch."""
+    """The first client's part and batch, as a stack of one."""
     places, batch = parts[0]
 
     def first(entry: Any) -> Any:
@@ -189,14 +189,14 @@ def _first_of(parts: Sequence[_Part]) -> _Part:
 
 
 def _two_clients(parts: Sequence[_Part]) -> list[tuple[int, int]]:
-    """Return the parts of two clients, of two forms where there are two, and their places in these."""
+    """Two clients, as pairs of a part and a position in it; from two parts if there are two."""
     if len(parts) > 1:
         return [(0, 0), (1, 0)]
     return [(0, place) for place in range(min(2, len(parts[0][0].numbers)))]
 
 
 def _results(stack: ClientStack, number: int, place: int, losses: Tensor, logged: Mapping[str, Tensor]) -> StepResults:
-    """Return what a step together is for the client of a number in the stack, and of a place in its part."""
+    """One client's results of a step together; ``number`` is its row in the stack, ``place`` its row in its part."""
     gradients = {
         name: torch.zeros_like(leaf) if leaf.grad is None else leaf.grad for name, leaf in stack.leaves.items()
     }
@@ -209,19 +209,19 @@ def _results(stack: ClientStack, number: int, place: int, losses: Tensor, logged
 
 
 class _Draws:
-    """What a step draws from torch's global generators: recorded together, and given again to a client alone."""
+    """Records the draws from torch's global generators in a step together, and replays them for a client alone."""
 
     def __init__(self) -> None:
         self._parts: list[list[tuple[Any, Tensor]]] = [[]]
         self._unknown = False
 
     def end_part(self) -> None:
-        """Begin to record the clients whose batches have another form."""
+        """Begin a new record, for the next clients, whose batches have another form."""
         self._parts.append([])
 
     @contextmanager
     def recorded(self) -> Iterator[None]:
-        """Record."""
+        """A context in which draws are recorded."""
 
         def note(func: Any, drawn: Tensor) -> Tensor:
             self._parts[-1].append((func, drawn.clone()))
@@ -233,7 +233,7 @@ class _Draws:
 
     @contextmanager
     def replayed(self, part: int, place: int | None) -> Iterator[Any]:
-        """Replay what a client of a part drew, by its place in stacks; give what tells whether it was all the same."""
+        """A context that replays a client's draws; yields a function that says whether the step made the same calls."""
         recorded, same = iter(self._parts[part]), [True]
 
         def give(func: Any, drawn: Tensor) -> Tensor:
@@ -249,7 +249,7 @@ class _Draws:
 
 
 class _Drawing(TorchDispatchMode):
-    """Has a function change what operations draw from torch's global generators."""
+    """A mode that passes each draw from torch's global generators through a function, which may replace it."""
 
     def __init__(self, change: Any) -> None:
         super().__init__()
@@ -267,7 +267,7 @@ class _Drawing(TorchDispatchMode):
             mask = self._change(func, result[1])
             return args[0] * mask / max(1 - args[1], 1e-12), mask
         if not isinstance(result, Tensor):
-            # As fused attention, which draws where it has dropout.
+            # Fused attention, for example, draws if it has dropout.
             self.unknown |= not all(map(torch.equal, before, _states(args)))
             return result
         changed = self._change(func, result)
@@ -275,5 +275,5 @@ class _Drawing(TorchDispatchMode):
 
 
 def _states(arguments: Sequence[Any]) -> list[Tensor]:
-    """Return the states of the generators of the CPU, and of the device that some tensors are on."""
+    """The states of the CPU's generator and of the generators of the tensors' devices."""
     return random_states(*{each.device for each in arguments if isinstance(each, Tensor)})

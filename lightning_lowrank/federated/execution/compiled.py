@@ -1,4 +1,4 @@
-"""A step of clients together, compiled by `torch.compile`: full batches, in stacks of at most four sizes.
+"""Compiled steps of clients together, by `torch.compile`: full batches only, in at most four stack sizes.
 
 `ClientStack` asks for the gradients of the clients that have a full batch. Where nothing can be compiled, their step is
 made as it is.
@@ -27,7 +27,7 @@ _PREFIX = "module."
 
 
 def stack_sizes(clients: int) -> tuple[int, ...]:
-    """Return how many clients a compiled stack may have, where ``clients`` step together at most.
+    """The stack sizes to compile, if at most ``clients`` clients step together.
 
     Example:
         >>> stack_sizes(10)
@@ -37,7 +37,7 @@ def stack_sizes(clients: int) -> tuple[int, ...]:
 
 
 class Inputs(NamedTuple):
-    """What a step of clients takes: the first rows of stacks, as many as the compiled stack has.
+    """The inputs of a step of clients: the first rows of stacks, as many as the compiled stack has.
 
     Args:
         trained: Values of which gradients are wanted, by name.
@@ -53,7 +53,7 @@ class Inputs(NamedTuple):
 
 
 class Results(NamedTuple):
-    """Outputs of a step, ``[clients, …]`` each: losses, gradients by name, logged values, and buffers."""
+    """The outputs of a step, each ``[clients, …]``: losses, gradients by name, logged values, and buffers."""
 
     losses: Tensor
     gradients: dict[str, Tensor]
@@ -62,7 +62,7 @@ class Results(NamedTuple):
 
 
 class CompiledSteps(OfTheRun):
-    """The compiled steps of one fit.
+    """The compiled steps of a fit.
 
     Each size of a stack is compiled at its first use, and its results are compared with those of the step as it is,
     where it draws no random numbers. A batch of another form is left to the step as it is. Where a step reads another
@@ -99,7 +99,7 @@ class CompiledSteps(OfTheRun):
         self._on_cuda = next(module.parameters()).is_cuda
         self._logged: list[tuple[str, Tensor]] = []
         self._steps: dict[int, tuple[Hashable, Callable[..., Any]]] = {}
-        # The same function for all steps, which torch compares.
+        # A single function for all steps: torch recompiles if it changes.
         self._log = self._collecting()
 
     def _collecting(self) -> Callable[..., None]:
@@ -111,11 +111,11 @@ class CompiledSteps(OfTheRun):
         return log
 
     def size_for(self, clients: int) -> int:
-        """Return how many rows the stack has in which so many clients step together, 0 if there is none."""
+        """The stack size for a step of ``clients`` clients, 0 if there is none."""
         return next((size for size in self.sizes if size >= clients), 0)
 
     def step(self, training_step: Callable[..., Any], takes_index: bool, inputs: Inputs, number: int) -> Results | None:
-        """Make a step; ``None`` where it is to be made as it is, once or for good.
+        """Run a compiled step; return ``None`` if the caller must run it uncompiled.
 
         Args:
             training_step: The user's.
@@ -146,7 +146,7 @@ class CompiledSteps(OfTheRun):
             self._logged.clear()
 
     def is_new(self, clients: int) -> bool:
-        """Return whether a stack of so many rows has not been compiled."""
+        """Whether the step for stacks of ``clients`` rows has not been compiled yet."""
         return clients not in self._steps
 
     def give_up(self, reason: str) -> None:
@@ -159,7 +159,7 @@ class CompiledSteps(OfTheRun):
         with replaced(self._module, log=self._log):
             gradients, (losses, (logged, buffers)) = step(inputs.trained, inputs.buffers, inputs.state, list(tensors))
         if self._on_cuda:
-            # The next step of a captured graph overwrites what is logged of this one.
+            # Copies, because the next step of a captured graph overwrites the logged values.
             logged = {name: value.clone() for name, value in logged.items()}
         return Results(losses, gradients, logged, buffers)
 
@@ -173,7 +173,7 @@ class CompiledSteps(OfTheRun):
         ) -> tuple[Tensor, tuple[dict[str, Tensor], dict[str, Tensor]]]:
             given = iter(tensors)
             one = apply_to_collection(skeleton, _Slot, lambda _: next(given))
-            # A step changes buffers in place.
+            # Copies, because a step changes buffers in place.
             values = {**trained, **{name: value.clone() for name, value in buffers.items()}}
             held = {_PREFIX + name: value for name, value in values.items()}
             loss, left = functional_call(client, held, (one, steps.number, objective, values, state, list(buffers)))
@@ -186,7 +186,7 @@ class CompiledSteps(OfTheRun):
         def step(*arguments: Any) -> Any:
             return mapped(*arguments)
 
-        # torch keeps what it has compiled with the code, and compiles no more than some for one.
+        # torch caches compiled code per code object and limits its number, so give each step a code object of its own.
         own = types.FunctionType(step.__code__.replace(), step.__globals__, "step", None, step.__closure__)
         options: dict[str, Any] = {"fallback_random": True}
         if self._on_cuda:
@@ -195,11 +195,11 @@ class CompiledSteps(OfTheRun):
 
 
 class _Slot:
-    """Stands for a tensor of a batch."""
+    """A placeholder for a tensor of a batch."""
 
 
 class _Client(nn.Module):
-    """A client's step as a ``forward``, so that `torch.func.functional_call` can give it the client's values."""
+    """A client's step as a module's ``forward``, so that `torch.func.functional_call` can swap its values in."""
 
     def __init__(self, module: nn.Module, training_step: Callable[..., Any], takes_index: bool) -> None:
         super().__init__()
@@ -225,11 +225,11 @@ class _Client(nn.Module):
 
 
 def differ(found: Results, expected: Results, values: bool = True) -> str:
-    """The first difference beyond rounding between a compiled step and the step itself.
+    """The first difference beyond rounding between a compiled and an uncompiled step; empty if there is none.
 
     Without ``values`` only their names are compared, as where the step draws random numbers.
     """
-    # Compiled, what a step does not use has a gradient of zeros.
+    # A compiled step returns zero gradients for unused values.
     used = {name: value for name, value in found.gradients.items() if name in expected.gradients or bool(value.any())}
     one, other = _by_kind(found._replace(gradients=used)), _by_kind(expected)
     if not values:
@@ -248,7 +248,7 @@ def _by_kind(results: Results) -> StepResults:
 
 
 def form_of(inputs: Inputs) -> Hashable | None:
-    """Return what must be equal for steps of one compiled code; ``None`` where a batch cannot be compared."""
+    """A key, equal for steps that one compiled function can run; ``None`` for batches that cannot be compared."""
     try:
         batch = _form(inputs.batch)
     except TypeError:
@@ -271,7 +271,7 @@ def _form(entry: Any) -> Hashable:
 
 
 def tensors_in(tree: Any) -> list[Tensor]:
-    """Return the tensors that nested containers hold, in their order."""
+    """The tensors in nested containers, in order."""
     if type(tree) is list and all(type(each) is Tensor for each in tree):
         return list(tree)
     found: list[Tensor] = []

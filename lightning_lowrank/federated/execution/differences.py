@@ -1,4 +1,4 @@
-"""Differences between a step and the same step made in another way, beyond rounding.
+"""Differences beyond rounding between a step and the same step computed in another way.
 
 The comparison of clients together with clients alone uses it, and that of compiled steps with steps as they are.
 """
@@ -14,7 +14,7 @@ StepResults = dict[tuple[str, str], Tensor]
 """Outputs of a step, by kind, such as `GRADIENT`, and name."""
 
 GRADIENT = "the gradient of"
-# Of the largest number of a kind, such as gradients. Products of stacks round in another order.
+# Relative to the largest number of a kind, such as gradients. Products of stacks round differently.
 TOLERANCE = 1e-3
 """In double precision as well, for language models compute their loss in single precision there."""
 TOLERANCES = {torch.float16: 2e-2, torch.bfloat16: 1e-1}
@@ -27,7 +27,7 @@ _MORE_FOR_GRADIENTS = 3
 def first_difference(
     found: Mapping[tuple[str, str], Tensor], expected: Mapping[tuple[str, str], Tensor], tolerance: float, way: str
 ) -> str:
-    """The first difference between results and those expected; an empty string if there is none.
+    """The first difference between results and expected results; empty if there is none.
 
     Args:
         found: The results.

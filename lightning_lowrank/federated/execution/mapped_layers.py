@@ -1,4 +1,4 @@
-"""Products of a cohort's stacked weights, computed otherwise than torch maps them, where that is faster.
+"""Faster replacements of some layers and losses for a training step mapped over stacked clients.
 
 `ClientStack` runs the mapped training step under `StackedProducts`. As measured by
 ``tests/benchmarks/convolutions.py``, on a CPU torch's grouped convolution of all clients, and its batch normalisation
@@ -38,7 +38,7 @@ _ACTIVATIONS = {
     *(F.celu, F.elu, F.hardsigmoid, F.hardswish, F.hardtanh, F.leaky_relu, F.mish, F.relu, F.relu6, F.selu, F.silu),
     *(F.threshold, Tensor.relu_, torch.relu_),
 }
-# Of those that autocast casts to 16 bits, what torch maps by a rule that autocast does not see.
+# Functions whose inputs autocast casts to 16 bits, but whose rules for vmap bypass autocast.
 _IN_16_BITS = {
     *(F.linear, F.conv1d, F.conv2d, F.conv3d, torch.conv1d, torch.conv2d, torch.conv3d),
     *(F.conv_transpose1d, F.conv_transpose2d, F.conv_transpose3d),
@@ -53,7 +53,7 @@ _HOOKS = (Tensor.register_hook, Tensor.register_post_accumulate_grad_hook)
 
 
 class StackedProducts(TorchFunctionMode):
-    """Computes some layers and losses in another way while a training step is mapped over clients.
+    """Replaces some layers and losses while a training step is mapped over clients.
 
     - ``F.linear`` with a weight of each client's own: as torch maps it, the gradient of the stack comes out transposed,
       and copying that into place costs as much as the products of a small model. Here it lies as the weights do.
@@ -152,12 +152,12 @@ def _requires_grad(tensor: Tensor) -> bool:
 
 
 def _normalised(function: Any, input: Tensor, *arguments: Any, **keywords: Any) -> Tensor:
-    """Normalise an input under autocast, or one that has its type."""
+    """Normalise an input; under autocast compute in single precision and return autocast's type."""
     way = _OTHERWISE.get(function, function)
     if input.dtype not in (torch.float16, torch.bfloat16) or not _is_cast(input):
         return way(input, *arguments, **keywords)
     output = way(input.float(), *arguments, **keywords)
-    # On accelerators autocast leaves these in single precision.
+    # On accelerators autocast returns single precision for these two.
     single = input.device.type != "cpu" and function in (F.group_norm, F.layer_norm)
     return output if single else output.to(input.dtype)
 
@@ -167,7 +167,7 @@ def _is_of_clients(input: Tensor, weight: Tensor) -> bool:
 
 
 def _linear(input: Tensor, weight: Tensor, bias: Tensor | None = None, deferred: Deferred | None = None) -> Tensor:
-    # A weight that all clients share is one product, which torch's own way makes of it.
+    # torch already computes one product for a weight that all clients share.
     if not _is_of_clients(input, weight):
         return F.linear(input, weight, bias)
     weights = stack_of(weight)
@@ -179,7 +179,7 @@ def _linear(input: Tensor, weight: Tensor, bias: Tensor | None = None, deferred:
         biases = stack_of(bias) if is_mapped(bias) else bias
         outputs = torch.baddbmm(biases.unsqueeze(-1), weights, rows)
     if deferred is not None:
-        # One product of all clients' rows, for they share the subspace.
+        # One product for the rows of all clients, because they share the subspace.
         inside = rows.mT.flatten(0, 1) @ deferred.projection
         outputs = torch.baddbmm(outputs, stack_of(deferred.change), inside.unflatten(0, rows.mT.shape[:2]).mT)
     outputs = outputs.mT
@@ -203,7 +203,7 @@ def _convolution(
         or input.device != weight.device
         or weight.ndim != dimensions + 2
         or input.ndim not in (dimensions + 1, dimensions + 2)
-        # What torch refuses, it says best itself.
+        # Leave invalid paddings to torch's own error messages.
         or (
             isinstance(padding, str) and (padding not in ("same", "valid") or (padding == "same" and {*strides} != {1}))
         )
@@ -232,7 +232,7 @@ def _batch_norm(
     eps: float = 1e-5,
 ) -> Tensor:
     running = [value for value in (running_mean, running_var) if value is not None]
-    # Training writes into each client's own.
+    # In training each client's own running statistics are written to.
     own = all(is_mapped(value) and stack_of(value).is_contiguous() for value in running)
     if _folds(input) and input.ndim > 1 and (own or not training):
         return _folded_batch_norm(input, running_mean, running_var, weight, bias, training, momentum, eps)
@@ -251,18 +251,18 @@ def _batch_norm(
 
 
 def _folds(input: Tensor) -> bool:
-    """Return whether an accelerator can take clients' channels for channels of one input."""
+    """Whether to fold clients into the channel dimension: for mapped inputs on an accelerator."""
     return is_mapped(input) and map_level() == 1 and input.device.type != "cpu"
 
 
 def _folded(stack: Tensor) -> Tensor:
-    """Return a stack ``[clients, batch, channels, …]`` as ``[batch, clients · channels, …]``, as convolutions do."""
+    """Fold a stack ``[clients, batch, channels, …]`` to ``[batch, clients · channels, …]``, for one convolution."""
     return stack.transpose(0, 1).flatten(1, 2)
 
 
 def _unfolded(outputs: Tensor, clients: int) -> Tensor:
     batch, channels, *size = outputs.shape
-    # Autograd copies a view's gradient where an activation changes the view in place.
+    # Not a view: for an in-place activation, autograd would copy a view's gradient.
     return mapped(own_shape(outputs, [batch, clients, channels // clients, *size]), 1)
 
 
@@ -290,7 +290,7 @@ def _folded_batch_norm(
 
 
 def _max_pool(input: Tensor, *arguments: Any, **keywords: Any) -> Tensor:
-    """Pool all clients' channels as those of one input; torch would copy it into another order, and back."""
+    """Pool all clients' channels as those of one input, without torch's copies to another memory order and back."""
     if not _folds(input) or input.ndim != 4 or keywords.get("return_indices"):
         return F.max_pool2d(input, *arguments, **keywords)
     stack = stack_of(input)
@@ -300,7 +300,7 @@ def _max_pool(input: Tensor, *arguments: Any, **keywords: Any) -> Tensor:
 def _activation(function: Any, input: Tensor, *arguments: Any, **keywords: Any) -> Tensor:
     if not _folds(input) or not changes_in_place(function, keywords):
         return function(input, *arguments, **keywords)
-    # It acts on each number alone, so that the order of dimensions does not matter.
+    # Activations are elementwise, so the order of dimensions does not matter.
     function(values_of(input), *arguments, **keywords)
     return input
 
@@ -354,7 +354,7 @@ def _dropout(input: Tensor, p: float = 0.5, training: bool = True, inplace: bool
 
 
 def _shared(tensor: Tensor) -> Tensor:
-    """Return what a mapped tensor is for every client, or the tensor where clients differ."""
+    """A mapped tensor's value if it is equal for all clients, else the mapped tensor itself."""
     if not is_mapped(tensor) or map_level() != 1:
         return tensor
     stack = stack_of(tensor)
@@ -376,7 +376,7 @@ def _native_embedding(
 
 
 def _without_padding(rows: Tensor, indices: Tensor, weight: Tensor, padding: int) -> Tensor:
-    """Return rows of an embedding of which those of padding have no gradient."""
+    """Rows of an embedding, without a gradient for rows of padding."""
     return torch.where((indices == padding).unsqueeze(-1), rows.detach(), rows) if is_mapped(weight) else rows
 
 
@@ -399,34 +399,35 @@ def _each(value: int | Sequence[int], dimensions: int) -> list[int]:
 
 
 def _as_autocast(tensor: Tensor) -> Tensor:
-    """Cast as autocast would have, which acts below the functions that a mode gets to see."""
+    """Cast as autocast would; autocast itself acts below the functions that a `TorchFunctionMode` sees."""
     if _is_cast(tensor) and tensor.is_floating_point() and tensor.dtype != torch.float64:
         return tensor.to(torch.get_autocast_dtype(tensor.device.type))
     return tensor
 
 
 def _is_cast(tensor: Tensor) -> bool:
-    """Return whether autocast is enabled where a tensor is."""
+    """Whether autocast is enabled for a tensor's device."""
     device = tensor.device.type
     return torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)
 
 
 def _channels_last(stack: Tensor) -> Tensor:
-    """Return a stack ``[clients, batch, channels, …]`` of the same values whose channels are last in memory."""
+    """A copy of a stack ``[clients, batch, channels, …]`` in channels-last memory format."""
     dense = stack.movedim(2, -1).contiguous()
-    # Viewed twice, for a dimension of one may have any stride, and torch tells the order from all strides.
+    # View twice to normalise strides: a dimension of size one may have any, and torch infers the memory format from
+    # strides.
     return dense.view(-1).view(dense.shape).movedim(-1, 2)
 
 
 def _empty_channels_last(clients: int, shape: Sequence[int], like: Tensor) -> Tensor:
-    """Return an empty stack whose channels are last in memory. It is no view, which could not be changed in place."""
+    """An empty stack in channels-last memory format, and not a view, because views could not be changed in place."""
     batch, channels, *size = shape
     layout = torch.empty(clients, batch, *size, channels, device="meta").movedim(-1, 2)
     return torch.empty_strided(layout.shape, layout.stride(), dtype=like.dtype, device=like.device)
 
 
 class _OverStacks(Function):
-    """Calls a function with the stacks that mapped tensors stand for; what clients share is repeated."""
+    """Runs a function on the stacks behind mapped tensors; tensors that clients share are expanded."""
 
     generate_vmap_rule = False
 
@@ -520,9 +521,9 @@ class _StackedBatchNorm(Function):
         for client, values in enumerate(inputs):
             own = (None if stack is None else stack[client] for stack in stacks)
             out = (outputs[client], *statistics[:, client])
-            # The stubs of torch know neither this overload nor tensors that may be left out.
+            # The type stubs of torch lack this overload and do not allow ``None`` for its tensors.
             torch.native_batch_norm(values, *own, training, momentum, eps, out=out)  # type: ignore[call-arg, misc, arg-type]
-        # In training the gradient takes the batch's statistics, and the running ones go on changing.
+        # In training the gradient depends on the batch's statistics; the running ones change with later batches.
         running = (None, None) if training else (running_means, running_variances)
         ctx.save_for_backward(inputs, weights, *running, *statistics)
         ctx.bias_like = None if biases is None else biases.new_empty(0)

@@ -1,4 +1,4 @@
-"""What mapped steps leave in the one module that all clients share, or all samples of a batch.
+"""Detection and removal of values that mapped steps leave in a module that all clients, or all samples, share.
 
 A value there would be one for all clients, and a tensor inside `torch.func.vmap` means nothing outside. `ClientStack`
 has it refused, and `SampleGradients` cleans the module after a step that cannot be mapped.
@@ -28,7 +28,7 @@ _WATCHED_STEPS = 2
 
 
 class MappedTensors:
-    """Removes the tensors of a mapped step that failed from a module, which could not be moved or read.
+    """Removes the tensors that a failed mapped step left in a module; they could be neither moved nor read.
 
     Args:
         module: The module, before the step.
@@ -39,7 +39,7 @@ class MappedTensors:
         self._buffers = [(table, dict(table)) for table in map(own_buffers, module.modules())]
 
     def remove(self) -> None:
-        """Put back the buffers in whose place such a tensor is, and reset metrics with such a state."""
+        """Restore buffers that were replaced by such tensors, and reset metrics whose state holds some."""
         for table, before in self._buffers:
             table.update({key: value for key, value in before.items() if _is_transformed(table.get(key))})
         for part in self._module.modules():
@@ -54,7 +54,7 @@ def _is_transformed(value: Any) -> bool:
 
 
 class MappedStepGuard:
-    """Refuses changes that the first steps of clients that step together make to their module.
+    """Refuses changes that clients' first common steps make to the shared module.
 
     Refused are updates of metrics, values of clients in containers, assigned buffers outside of the state dict, and
     numbers that each step changes. A client's value in an attribute is refused when it is read after the step.
@@ -80,11 +80,11 @@ class MappedStepGuard:
 
     @property
     def settled(self) -> bool:
-        """Whether all steps that are looked at have been made."""
+        """Whether enough steps have been watched."""
         return self._mapped_steps >= _WATCHED_STEPS
 
     def updated_metric(self) -> str:
-        """The name and class of a metric that steps have updated, if there is one."""
+        """The name and class of a metric that steps have updated; empty if there is none."""
         updated = [pair for pair in self._metrics() if pair[1].update_count != self._updates.get(id(pair[1]), 0)]
         return "".join(f"{as_code(name)} ({type(metric).__name__})" for name, metric in updated[:1])
 
@@ -92,12 +92,12 @@ class MappedStepGuard:
         return [(name, item) for name, item in reachable("self", self._module) if isinstance(item, Metric)]
 
     def before_step(self) -> None:
-        """Note the module's numbers, some of which the method may have set for this step."""
+        """Record the module's numbers before a step; the method may have set some for this step."""
         if self._compared < _WATCHED_STEPS:
             self._numbers = numbers_of(self._module)
 
     def after_part(self) -> None:
-        """Refuse changes that the steps of clients whose batches have one form have made."""
+        """Refuse changes made by the steps of one group of clients, whose batches have one form."""
         if not self.settled:
             self._refuse_changes()
         for table, key, name in self._replaced:
@@ -105,7 +105,7 @@ class MappedStepGuard:
                 table[key] = _stand_in(name)
 
     def after_step(self, mapped: bool = True) -> None:
-        """Refuse numbers that each step changes, after a step that was ``mapped`` over clients or was not."""
+        """Refuse numbers of the module that change in each step; ``mapped`` says whether the step ran in vmap."""
         if self._compared < _WATCHED_STEPS:
             changed = changed_number(self._numbers, numbers_of(self._module))
             if changed and self._compared:
@@ -134,13 +134,13 @@ class MappedStepGuard:
 
 
 def numbers_of(module: nn.Module) -> dict[str, Any]:
-    """The numbers in attributes of a module and of the objects that it reaches, by name."""
+    """The numbers in attributes of a module and of all objects reachable from it, by name."""
     numbers = plain_entries(reachable("self", module), (int, float))
     return {name: value for name, value in numbers if not isinstance(value, bool)}
 
 
 def changed_number(before: Mapping[str, Any], now: Mapping[str, Any]) -> str:
-    """Why a number of the module that has changed keeps clients from stepping together, if there is one."""
+    """A reason why clients cannot step together: a number of the module that a step changed. Empty if none changed."""
     changed = [name for name, value in now.items() if value != before.get(name, value)]
     if not changed:
         return ""
@@ -153,7 +153,7 @@ def _is_of_clients(value: Any) -> bool:
 
 
 class _StandIn(Tensor):
-    """Refuses to be read, in place of a client's value that a step has left in an attribute."""
+    """A placeholder for a client's value that a step left in an attribute; any use raises `CannotMap`."""
 
     place: str
 
@@ -175,7 +175,7 @@ def _stand_in(name: str) -> Tensor:
 
 @contextmanager
 def refused_writes(module: pl.LightningModule, hook: str) -> Iterator[None]:
-    """Refuse a module's hook if it writes to or replaces one of the module's tensors, which are the global model."""
+    """Refuse a hook that writes to or replaces a tensor of the module, which holds the global model."""
     original = getattr(module, hook)
 
     @functools.wraps(original)
@@ -197,19 +197,19 @@ def refused_writes(module: pl.LightningModule, hook: str) -> Iterator[None]:
 
 
 def _storages(module: nn.Module) -> dict[int, str]:
-    """The names of a module's tensors by their storages."""
+    """The names of a module's tensors, by storage."""
     tensors = (*module.named_parameters(), *module.named_buffers())
     return {storage: name for name, value in tensors if (storage := _storage(value))}
 
 
 def _storage(value: Any) -> int:
-    """A tensor's storage; 0 for a tensor without numbers and for other objects."""
+    """The address of a tensor's storage; 0 for a tensor without numbers and for other objects."""
     has_one = isinstance(value, Tensor) and value.layout is torch.strided and value.numel() > 0
     return value.untyped_storage().data_ptr() if has_one else 0
 
 
 class _Writes(TorchDispatchMode):
-    """Notes the storages that operations write to, also with the same numbers: a teacher may not differ yet."""
+    """Records the storages that operations write to, even if the values stay equal, as in a new moving average."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""How many clients may step together by the memory that one takes, which a step of the first round tells."""
+"""The number of clients that fit into memory together, measured by a trial step of the first round."""
 
 from __future__ import annotations
 
@@ -20,23 +20,23 @@ _COPIES_OF_A_CLIENT = 6
 
 
 def chunk_size_that_fits(trainer: Any, data: RoundData) -> int:
-    """Return how many clients may step together by the memory that is free now."""
+    """The number of clients that may step together in the memory that is free now."""
     module, device = trainer.lightning_module, trainer.strategy.root_device
-    # Its values and gradients, its moments, and what is sent.
+    # A client's values, gradients, moments and message.
     each = _COPIES_OF_A_CLIENT * bytes_of([value for value in module.parameters() if value.requires_grad])
     each += _bytes_of_a_step(trainer, data)
     return max(1, int(_SHARE_OF_MEMORY * free_memory(device) / max(each, 1)))
 
 
 def _bytes_of_a_step(trainer: Any, data: RoundData) -> int:
-    """Return what a client's step takes beside its own values; 0 where the step cannot be tried, as rounds will say."""
+    """The bytes that a client's step needs in addition to the client's values; 0 if no trial step is possible."""
     module, device = trainer.lightning_module, trainer.strategy.root_device
     loader = data.loader
     longest = max(data.planner.tried(), key=lambda chunk: data.planner.samples[chunk.clients[0]])
     measure = _peak if hasattr(device_module(device), "reset_peak_memory_stats") else _saved
     data.randomness.open()
     try:
-        # What writes to frozen parameters, the first round refuses.
+        # A step that writes to frozen parameters fails here, and is refused by the first round.
         with trial(trainer, loader, longest, 1) as ((batch, *_), _):
             stack = ClientStack(trainer, module, trained_tensors(module), len(longest.clients))
             try:
@@ -50,7 +50,7 @@ def _bytes_of_a_step(trainer: Any, data: RoundData) -> int:
 
 
 def _saved(trainer: Any, stack: ClientStack, batch: Any) -> int:
-    """The bytes of what the forward pass keeps for the backward pass, but for parameters and buffers."""
+    """The bytes that the forward pass saves for the backward pass, parameters and buffers left out."""
     kept: dict[int, int] = {}
 
     def pack(tensor: Tensor) -> Tensor:
@@ -59,7 +59,7 @@ def _saved(trainer: Any, stack: ClientStack, batch: Any) -> int:
 
     stack.measured = True
     with saved_tensors_hooks(pack, lambda tensor: tensor), trainer.precision_plugin.train_step_context():
-        # The result keeps what was saved, so that no memory is counted twice.
+        # Keep the result alive: it holds the saved tensors, so no freed memory is reused and counted twice.
         result = stack.training_step(batch)
     module = trainer.lightning_module
     for tensor in (*module.parameters(), *module.buffers(), *stack.values.values()):
@@ -69,7 +69,7 @@ def _saved(trainer: Any, stack: ClientStack, batch: Any) -> int:
 
 
 def _peak(trainer: Any, stack: ClientStack, batch: Any) -> int:
-    """Return the bytes that are allocated at most in the forward and backward passes, beside those before."""
+    """The peak of allocated bytes during the forward and backward passes, minus the bytes allocated before."""
     device = trainer.strategy.root_device
     tells = device_module(device)
     before = tells.memory_allocated(device)

@@ -1,4 +1,4 @@
-"""Clients that train one after another: the module itself is each of them in turn."""
+"""The execution that trains clients one after another in the live module."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class Sequential(Execution):
     _has_trained = False
 
     def step_of(self, training_step: Callable[..., Any]) -> Callable[..., Any]:
-        """Return a step with the method's objective, on images with their channels last where that is asked."""
+        """A step with the method's objective, and with images in channels-last format if chosen."""
         step = self._with_objective(training_step) if self.changes_objective else training_step
         return self._with_channels_last(step) if self.channels_last else step
 
@@ -43,7 +43,7 @@ class Sequential(Execution):
 
         def with_channels_last(*arguments: Any, **keywords: Any) -> Any:
             if self.substituted:
-                # The batches are single samples inside a map.
+                # Inside DifferentialPrivacy's map, the batches are single samples without a batch dimension.
                 return step(*arguments, **keywords)
             try:
                 return changed(*arguments, **keywords)
@@ -56,7 +56,7 @@ class Sequential(Execution):
         return with_channels_last
 
     def open(self, chunk: Chunk) -> dict[int, Exception]:
-        """Make the module the chunk's one client."""
+        """Load the chunk's only client into the module."""
         client = self._install(chunk)
         self._begin_client(client, self.exchange.send(self.exchange.info(client.id)))
         self.optimizers.begin([client.state], stacked=False)
@@ -71,16 +71,16 @@ class Sequential(Execution):
         return client
 
     def step(self) -> LocalStep:
-        """Return what the method sees of the present step."""
+        """The present step as the method sees it."""
         return self._step_of_one(self._present() if self.substituted else self.live, self.round_state)
 
     def _present(self) -> Mapping[str, Tensor]:
-        """Return what the module holds under the names of the live tensors."""
+        """The module's present tensors under the names of the live ones."""
         held = {**dict(self.module.named_parameters(remove_duplicate=False)), **dict(self.module.named_buffers())}
         return {name: held.get(name, value) for name, value in self.live.items()}
 
     def before_step(self) -> None:
-        """Show the gradients to the method; at a client's first step, refuse those of what was frozen before."""
+        """Call the method's `before_step`; first refuse gradients of parameters that were frozen at the start."""
         if self.number == 0:
             groups = [group for optimizer in self.base.optimizers for group in optimizer.param_groups]
             stepped = (value for group in groups for value in group["params"] if value.grad is not None)
@@ -99,7 +99,7 @@ class Sequential(Execution):
         super().before_step()
 
     def close(self) -> dict[int, Exception]:
-        """Hand over what the client sends."""
+        """Send the client's message, and keep its moments."""
         self._count_steps()
         (client,) = self.clients
         error = self._end_client(client)
@@ -111,6 +111,6 @@ class Sequential(Execution):
         return {}
 
     def abandon(self) -> None:
-        """Leave nothing of the client, and the global model in the module."""
+        """Drop the client, and restore the global model in the module."""
         self.exchange.show_global(self.live)
         self.clients, self.round_state = [], {}

@@ -1,4 +1,4 @@
-"""Many devices, one simulation: processes that train different clients of the same round.
+"""Multi-device simulation: processes that train different clients of the same round.
 
 Every process holds the same server and plans the same round. Each trains its share of the round's clients. When all
 have ended, what the clients sent is exchanged, so that every process has the same server again. `FederatedLoop` uses a
@@ -55,7 +55,7 @@ _ALIGNMENT = 16
 
 
 class ClientParallelStrategy(DDPStrategy):
-    """Train the clients of each round on several devices, with `FederatedLoop`.
+    """Trains the clients of each round on several devices, with `FederatedLoop`.
 
     Each process has one device, and processes are started as by Lightning's own ``DDPStrategy``: by the trainer, by
     ``torchrun`` or by SLURM, on one or several machines. Clients are divided by their numbers of batches, the longest
@@ -123,16 +123,16 @@ class ClientParallelStrategy(DDPStrategy):
         self._restore, self._evaluation = ExitStack(), ExitStack()
 
     def setup_environment(self) -> None:
-        """Connect the processes, and give all of them the first one's weights, from which `LowRank` may convert."""
+        """Connect the processes, and broadcast the first one's weights, so that `LowRank` converts equal weights."""
         super().setup_environment()
         self._send_weights()
 
     def setup(self, trainer: pl.Trainer) -> None:
-        """Check what the trainer is to do, and set the module and the optimizers up."""
+        """Check the trainer's task, and set up the module and the optimizers."""
         self._restore.close()
         self._restore.enter_context(evaluating_everything(trainer))
         self._restore.enter_context(warnings.catch_warnings())
-        # It has no effect here.
+        # ``sync_dist`` has no effect with this strategy.
         warnings.filterwarnings("ignore", message=r"It is recommended to use `self.log\(.*sync_dist=True")
         if trainer.state.fn == TrainerFn.FITTING:
             if all(callback.state_key != "FederatedLoop" for callback in vars(trainer)["callbacks"]):
@@ -148,7 +148,7 @@ class ClientParallelStrategy(DDPStrategy):
         super().setup(trainer)
 
     def configure_ddp(self) -> None:
-        """Give all processes the first one's weights; nothing is wrapped, for gradients stay where they are."""
+        """Broadcast the first process's weights; nothing is wrapped in DDP, because gradients are not exchanged."""
         self._send_weights()
 
     @torch.no_grad()
@@ -163,30 +163,30 @@ class ClientParallelStrategy(DDPStrategy):
                 tensor.copy_(sent)
 
     def reduce(self, tensor: Any, group: Any | None = None, reduce_op: Any | None = "mean") -> Any:
-        """Return ``tensor`` as it is: `FederatedLoop` puts together what processes log, and all evaluate the same."""
+        """Return ``tensor`` unchanged: `FederatedLoop` combines logs, and evaluations are equal in all processes."""
         return tensor
 
     def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
-        """Return whether every process has decided so, or any if not ``all``."""
+        """Whether all processes decided ``True``; with ``all=False``, whether any did."""
         votes = int(self.sum(torch.tensor(int(decision), device=self.root_device)))
         return votes == self.world_size if all else votes > 0
 
     def gather(self, value: Any) -> list[Any]:
-        """Return every process's ``value``, which can be pickled, in the order of their ranks."""
+        """The picklable ``value`` of every process, in order of rank."""
         found: list[Any] = [value] * self.world_size
         if self.world_size > 1:
             torch.distributed.all_gather_object(found, value)
         return found
 
     def sum(self, tensor: Tensor) -> Tensor:
-        """Return the sum of every process's ``tensor``, the same bits in all."""
+        """The sum of ``tensor`` over all processes, bitwise equal in all of them."""
         total = tensor.clone()
         if self.world_size > 1 and total.numel():
             torch.distributed.all_reduce(total)
         return total
 
     def send(self, tensors: Sequence[Tensor], layout: Layout, source: int) -> list[Tensor]:
-        """Return in every process the tensors that the one of rank ``source`` gives; all know their ``layout``."""
+        """Broadcast tensors from the process of rank ``source``; ``layout`` is their layout, known to all."""
         if not layout:
             return []
         ends, size = [], 0
@@ -206,7 +206,7 @@ class ClientParallelStrategy(DDPStrategy):
         ]
 
     def on_validation_start(self) -> None:
-        """Keep metrics from adding up what all processes have."""
+        """Disable the synchronisation of metrics: all processes evaluate the same samples."""
         assert self.lightning_module is not None
         self._evaluation.close()
         for part in self.lightning_module.modules():
@@ -214,14 +214,14 @@ class ClientParallelStrategy(DDPStrategy):
                 self._evaluation.enter_context(replaced(part, distributed_available_fn=_never))
 
     def on_validation_end(self) -> None:
-        """Let metrics gather again."""
+        """Enable the synchronisation of metrics again."""
         self._evaluation.close()
 
     on_test_start = on_validation_start
     on_test_end = on_validation_end
 
     def teardown(self) -> None:
-        """Leave metrics, trainer and warnings as they were."""
+        """Restore metrics, the trainer and warning filters."""
         self._evaluation.close()
         self._restore.close()
         super().teardown()
@@ -240,7 +240,7 @@ def _layout_of(tensors: Sequence[Tensor]) -> Layout:
 
 
 def shared_by(trainer: Any) -> ClientParallelStrategy | None:
-    """Return the strategy by which a trainer's processes share rounds; ``None`` for a single process.
+    """The strategy by which a trainer's processes share rounds; ``None`` for a single process.
 
     Refused are processes that divide something else than clients, and settings that count steps inside a round, of
     which each process has its own.
@@ -290,7 +290,7 @@ def shared_by(trainer: Any) -> ClientParallelStrategy | None:
 def check_processes(
     strategy: ClientParallelStrategy, trainer: Any, algorithm: Algorithm, seed: int, data: RoundData
 ) -> None:
-    """Refuse processes with another seed, method or division of the training set; say when there are too many."""
+    """Refuse processes with different seeds, methods or partitions; note if there are more than clients in a round."""
     assert data.indices is not None
     mine = {"seed": seed, "method": repr(type(algorithm)), "partition": data.indices.digest()}
     for rank, theirs in enumerate(strategy.gather(mine)):
@@ -312,7 +312,7 @@ def check_processes(
 
 @dataclass(frozen=True)
 class _Announced:
-    """What all processes know of a client that one of them has trained, before its tensors are sent."""
+    """The description of one client's answer, which all processes receive before its tensors."""
 
     client: ClientInfo
     weight: float
@@ -326,7 +326,7 @@ class _Announced:
 
 @dataclass(frozen=True)
 class _Share:
-    """The part of a round that one process has done.
+    """One process's results of a round.
 
     Args:
         counts: Numbers of steps, by name, which add up.
@@ -344,7 +344,7 @@ class _Share:
 
 
 class SharedCoordinator(Coordinator):
-    """The server's half in each of several processes, which exchange at a round's end what has arrived.
+    """The server's half of rounds in each of several processes, which exchange their arrivals at a round's end.
 
     Every process holds the same server and plans the same round. Arrivals wait until all processes have trained their
     clients, so that the stages and the method see what they would see in a single process.
@@ -387,7 +387,7 @@ class SharedCoordinator(Coordinator):
         return total
 
     def _pool(self, optimizers: ClientOptimizers, client_steps: int) -> int:
-        """Give every process the arrivals, failures and counts of all of them."""
+        """Share the arrivals, failures and counts of every process with all of them."""
         counts = {
             "client_steps": client_steps,
             "logged_steps": self._counts.logged_steps(),

@@ -1,4 +1,4 @@
-"""Snapshots of a module and its optimizers, and trials of training steps that put everything back.
+"""Snapshots of a module and its optimizers, and trial training steps that leave no trace.
 
 `choose_execution` times steps in trials, compares them, and measures their memory.
 """
@@ -32,7 +32,7 @@ from lightning_lowrank.internals.replaced import replaced
 
 
 class Snapshot:
-    """The tensors, containers and generators that a module and its optimizers reach, to be put back.
+    """A snapshot of the tensors, containers and generators reachable from a module and its optimizers.
 
     Args:
         module: The module. Its frozen parameters, which may be as large as the device, are not copied: a trial and
@@ -47,7 +47,7 @@ class Snapshot:
     def __init__(self, module: nn.Module, optimizers: Sequence[Optimizer] = (), dataset: Dataset | None = None) -> None:
         self._frozen = {id(tensor) for tensor in frozen_parameters(module).values()}
         items = [each for root in (module, *optimizers) for each in reachable("self", root)]
-        # A list of samples has no attributes.
+        # The loop ends at an object without attributes, such as a list of samples.
         while hasattr(dataset, "__dict__"):
             around = reachable("dataset", vars(dataset), lambda item: isinstance(item, (Tensor, np.ndarray)))
             items += [each for each in around if not hasattr(type(each[1]), "__next__")]
@@ -76,7 +76,7 @@ class Snapshot:
         return None
 
     def restore(self) -> None:
-        """Put everything back."""
+        """Restore the state of the snapshot."""
         for restore in self._restores:
             restore()
 
@@ -98,7 +98,7 @@ def _restore_of_tensor(tensor: Tensor, copied: bool) -> Callable[[], None]:
 
 def _restore_container(container: Any, before: Any) -> None:
     one, two = ([*each, *each.values()] if isinstance(each, dict) else each for each in (before, container))
-    # An equal number may be of another class.
+    # Compared by identity: equal values may differ in type, such as 1 and True.
     if len(one) != len(two) or any(old is not new for old, new in zip(one, two, strict=True)):
         container.clear()
         (container.extend if isinstance(container, (list, deque)) else container.update)(before)
@@ -108,7 +108,7 @@ def _restore_container(container: Any, before: Any) -> None:
 def trial(
     trainer: Any, loader: Any, chunk: Any, steps: int, stacked: bool = True
 ) -> Iterator[tuple[list[Any], list[Any]]]:
-    """Read the first batches of clients to try steps on them, and put all changes of these back.
+    """Read clients' first batches for trial steps, and undo all changes that these steps make.
 
     Args:
         trainer: The trainer, with its optimizers set up.

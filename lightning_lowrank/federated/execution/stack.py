@@ -1,4 +1,4 @@
-"""The values of clients that step together, stacked, and the user's own ``training_step`` mapped over them.
+"""Stacked values of clients that step together, and the user's ``training_step`` mapped over them by vmap.
 
 `Vectorized` uses it. The trained values of a chunk's clients are stacks ``[clients, …]``, which the optimizers hold in
 place of the module's own parameters. A step is ``vmap`` over ``training_step``, followed by the user's elementwise
@@ -62,7 +62,7 @@ LOGGED_AGAIN = "\0"
 
 
 def _homes(module: nn.Module, names: Mapping[Tensor, str]) -> list[tuple[MutableMapping[str, Any], str, str]]:
-    """Return where parts of a module keep the named tensors: the table, the key in it, and the tensor's name."""
+    """Where a module's parts keep the named tensors: the table, the key in it, and the tensor's name."""
     return [
         (table, key, names[tensor])
         for part in module.modules()
@@ -73,7 +73,7 @@ def _homes(module: nn.Module, names: Mapping[Tensor, str]) -> list[tuple[Mutable
 
 
 def _refuse_gradient(gradient: Tensor) -> None:
-    """Stand at the module's own parameters, which hold the global model while clients step together."""
+    """A gradient hook on the module's own parameters, which hold the global model while clients step together."""
     raise MisconfigurationException(
         "execution='vectorized' cannot map training_step over clients: its loss depends on a parameter that the step"
         " does not take from the module that holds it, but from a list or another object made before, where it is one"
@@ -83,7 +83,7 @@ def _refuse_gradient(gradient: Tensor) -> None:
 
 
 class ClientStack(OfTheRun):
-    """The values of clients that step together, and what of the trainer stands on them meanwhile.
+    """The stacked values of clients that step together, installed in the trainer's optimizers and the module.
 
     The module's ``training_step`` and gradient clipping are replaced on the instance until `close`.
 
@@ -130,7 +130,7 @@ class ClientStack(OfTheRun):
         self.round_state: State = {}
         self._homes = _homes(module, {tensor: name for name, tensor in live.items()})
         self._deferrable = self._weights_of_linear_layers() if defers else []
-        # A compiled stack may have more rows.
+        # Compiled steps come in few stack sizes, which may exceed the number of clients.
         rows = count if compiled is None else max(count, compiled.size_for(count))
         self._rows = {
             name: value.detach().unsqueeze(0).expand(rows, *value.shape).clone() for name, value in live.items()
@@ -152,7 +152,7 @@ class ClientStack(OfTheRun):
             self._ends = ends.pop_all()
 
     def _take_optimizers(self, leaf_of: Mapping[Tensor, Tensor], ends: ExitStack) -> None:
-        """Have the optimizers hold leaves in place of the module's parameters, without a state, until the end."""
+        """Replace parameters in the optimizers by the stacks' leaves, with empty states, until `close`."""
 
         def forget_states() -> None:
             for optimizer in self._trainer.optimizers:
@@ -161,7 +161,7 @@ class ClientStack(OfTheRun):
         ends.callback(forget_states)
         for optimizer in self._trainer.optimizers:
             for group in optimizer.param_groups:
-                # A checkpoint written inside a chunk has groups that are stacked.
+                # A checkpoint written inside a chunk has groups with stacked=True.
                 of_group = {"params": group["params"], **({"stacked": False} if "stacked" in group else {})}
                 ends.callback(group.update, of_group)
                 group["params"] = [leaf_of.get(parameter, parameter) for parameter in group["params"]]
@@ -170,14 +170,14 @@ class ClientStack(OfTheRun):
         forget_states()
 
     def client(self, index: int) -> dict[str, Tensor]:
-        """Return one client's values by name, as views into the stacks."""
+        """One client's values by name, as views into the stacks."""
         return {name: stack[index] for name, stack in self.values.items()}
 
     def narrow(self, active: int) -> None:
-        """Let the clients from ``active`` on leave the stack: they have made their last step."""
+        """Remove the clients from row ``active`` on from the stack, after their last step."""
         if active >= self.active:
             return
-        # New leaves, for a graph that the user still holds goes on with the old ones and their sizes.
+        # New leaves, because a graph that the user still refers to needs the old ones with their shapes.
         renewed: dict[Tensor, Tensor] = {}
         for name, leaf in self.leaves.items():
             self.leaves[name] = renewed[leaf] = self.values[name][:active].detach().requires_grad_()
@@ -194,7 +194,7 @@ class ClientStack(OfTheRun):
         self.active = active
 
     def _weights_of_linear_layers(self) -> list[str]:
-        """Name the weights of torch's own linear layers that no other part of the module holds."""
+        """Names of the weights of torch's own linear layers that no other part of the module shares."""
         holders = Counter(name for _, _, name in self._homes)
         layers = [own_parameters(part) for part in self._module.modules() if type(part) is nn.Linear]
         found = (name for table, key, name in self._homes if key == "weight" and any(table is each for each in layers))
@@ -213,17 +213,17 @@ class ClientStack(OfTheRun):
         return found
 
     def fold(self, first: int = 0) -> None:
-        """Add the deferred changes to the weights of the clients from place ``first`` on."""
+        """Add the deferred changes to the weights of the clients from row ``first`` on."""
         for optimizer in self._trainer.optimizers if self._deferrable else ():
             if isinstance(optimizer, ProjectedOptimizer):
                 optimizer.fold(first)
 
     def close(self) -> None:
-        """Give the optimizers their own parameters back, and the module its methods."""
+        """Restore the optimizers' parameters and the module's methods."""
         self._ends.close()
 
     def training_step(self, parts: Parts, batch_idx: int = 0) -> Tensor:
-        """Return the sum of the losses of all clients of a chunk's batch, so that each one's gradient is its own.
+        """The sum of the losses of all clients in a chunk's batch; its gradient gives each client that of its own loss.
 
         Args:
             parts: For each form of a batch, the clients' places in the stack, and one batch with theirs stacked in it.
@@ -241,7 +241,8 @@ class ClientStack(OfTheRun):
     def _made(self, parts: Parts, batch_idx: int) -> Tensor:
         self._tell_of_unequal(parts)
         mapped = any(len(places.numbers) > 1 for places, _ in parts)
-        # Numbers of the module count clients' steps together also where no two batches have one form.
+        # A step over several forms of batches also counts as one for numbers of the module, even if no form has two
+        # clients.
         together = mapped or len(parts) > 1
         if together:
             self._guard.before_step()
@@ -254,7 +255,8 @@ class ClientStack(OfTheRun):
             if self.note is not None:
                 self.note(losses, values)
             if len(places.numbers) > 1:
-                # A client alone would read what those before it have left.
+                # Not for a single client: its value in an attribute is a plain tensor, which the next client's step
+                # would read.
                 self._guard.after_part()
             total = losses.sum() if total is None else total + losses.sum()
             logged.add(values, places.samples)
@@ -265,7 +267,7 @@ class ClientStack(OfTheRun):
         return total
 
     def gradients(self, parts: Parts, batch_idx: int = 0) -> Tensor | None:
-        """Do what `training_step`, ``zero_grad()`` and ``backward()`` do, compiled where clients have a full batch.
+        """Do `training_step`, ``zero_grad()`` and ``backward()``, compiled for the clients with a full batch.
 
         Returns:
             The sum of the losses; ``None`` where nothing is compiled. Nothing has been done then.
@@ -297,11 +299,11 @@ class ClientStack(OfTheRun):
     def _compiled_part(
         self, compiled: CompiledSteps, size: int, part: _Part
     ) -> tuple[Tensor, dict[str, Tensor]] | None:
-        """Make the compiled step of the first clients in a stack of ``size`` rows, if it can be made."""
+        """Run the compiled step for the first clients, in a stack of ``size`` rows; ``None`` if it is impossible."""
         devices = [] if self.device.type == "cpu" else [self.device]
         is_new, inputs = compiled.is_new(size), part.inputs(self._rows, size)
         if is_new:
-            # Whether the step changes them in place is not known yet.
+            # Cloned, because a new step may change its inputs in place.
             inputs = Inputs(*apply_to_collection(tuple(inputs), Tensor, Tensor.clone))
         with fork_rng(devices, device_type=self.device.type) if is_new else nullcontext():
             results = compiled.step(self._step, self._takes_index, inputs, part.number)
@@ -311,7 +313,8 @@ class ClientStack(OfTheRun):
         if not is_new:
             part.take(results, compiled.settings[size], compiled.used[size])
             return results.losses, results.logged
-        # A new one is compared with the step as it is, which counts. Compiled, a step draws other numbers.
+        # At first use the uncompiled step runs too, for comparison, and its results count: compiled steps draw other
+        # numbers.
         before, versions = random_states(self.device), part.versions()
         losses, logged = part.backward()
         draws = not all(map(torch.equal, before, random_states(self.device)))
@@ -325,7 +328,7 @@ class ClientStack(OfTheRun):
         return losses, logged
 
     def _tell_of_unequal(self, parts: Parts) -> None:
-        """Warn once that clients whose batches differ in more than their size do not step together."""
+        """Warn once that clients whose batches differ in more than size do not step together."""
         by_size = {places.samples: batch for places, batch in parts}
         if self._falls_back or self._guard.told_of_batches or len(by_size) == len(parts):
             return
@@ -352,7 +355,7 @@ class ClientStack(OfTheRun):
         batch_idx: int,
         settings: dict[str, dict[str, Any]],
     ) -> tuple[Tensor, dict[str, Tensor]]:
-        """Run one client's training step with its values; return its loss, and what it logs.
+        """Run one client's training step with its values; return the loss and the logged values.
 
         Args:
             values: The client's values by name.
@@ -367,7 +370,7 @@ class ClientStack(OfTheRun):
         def own_step() -> Any:
             return self._step(*arguments)
 
-        # Inside the map, for its own checks of its arguments would all pass through the mode.
+        # Entered inside vmap, because vmap's own argument checks would all pass through the mode.
         changes = {id(values[name]): each for name, each in deferred.items()}
         products: AbstractContextManager[Any] = DeferredSteps(changes) if changes else nullcontext()
         if any(map(is_mapped, values.values())):
@@ -386,7 +389,7 @@ class ClientStack(OfTheRun):
         return loss, captured
 
     def mapped(self, run: Run, stacks: Stacks) -> tuple[Tensor, dict[str, Tensor]]:
-        """Map a client's step over clients; return their losses, and what they log."""
+        """Map a client's step over clients by vmap; return their losses and logged values."""
         named, changes, state, batch = stacks
 
         def of_one(
@@ -395,12 +398,12 @@ class ClientStack(OfTheRun):
             mapped = iter(tensors)
             return run(values, changes, state, apply_to_collection(batch, Tensor, lambda _: next(mapped)))
 
-        # Gradient checkpointing would take the step's tensors up again outside of the map.
+        # Saved-tensor hooks are disabled, because gradient checkpointing would recompute outside of vmap.
         with nullcontext() if self.measured else disable_saved_tensors_hooks("saved tensors hooks"):
             return vmap(of_one, randomness="different")(named, changes, state, tensors_in(batch))
 
     def over_clients(self, run: Run, stacks: Stacks) -> tuple[Tensor, dict[str, Tensor]]:
-        """Map a client's step over clients, or make it for one after another where that is the way out.
+        """Map a client's step over clients, or run it for one client after another if it cannot be mapped.
 
         To map the step of a single client takes three times as long as to make it.
         """
@@ -440,7 +443,7 @@ class ClientStack(OfTheRun):
         return self.one_by_one(run, stacks)
 
     def one_by_one(self, run: Run, stacks: Stacks) -> tuple[Tensor, dict[str, Tensor]]:
-        """Make a step of one client after another; return their losses, and what they log."""
+        """Run a step for one client after another; return their losses and logged values."""
         each = [run(*_of_client(stacks, place)) for place in range(_clients_in(stacks))]
         names = each[0][1]
         values = {name: torch.stack([logged[name] for _, logged in each if name in logged]) for name in names}
@@ -448,7 +451,7 @@ class ClientStack(OfTheRun):
 
     @contextmanager
     def _in_place(self, values: Mapping[str, Tensor]) -> Iterator[None]:
-        """Let the module hold other tensors; `torch.func.functional_call` takes longer for that than small products."""
+        """Swap tensors into the module; `torch.func.functional_call` would take longer than small products do."""
         previous = [table[key] for table, key, _ in self._homes]
         try:
             for table, key, name in self._homes:
@@ -458,7 +461,7 @@ class ClientStack(OfTheRun):
                 if key not in table:
                     raise CannotMap(f"it takes {name} out of its module, as a parametrization that is put on and off")
                 if table[key] is not values[name]:
-                    # A step may assign a buffer where others change it in place.
+                    # Some steps assign a new buffer instead of changing it in place.
                     with torch.no_grad():
                         values[name].copy_(table[key])
         finally:
@@ -472,7 +475,7 @@ class ClientStack(OfTheRun):
         gradient_clip_val: float | None = None,
         gradient_clip_algorithm: str | None = None,
     ) -> None:
-        """Clip each client's gradients as Lightning clips those of one."""
+        """Clip each client's gradients separately, as Lightning clips a single model's."""
         if not gradient_clip_val:
             return
         if str(gradient_clip_algorithm) in ("value", "GradClipAlgorithmType.VALUE"):
@@ -491,7 +494,7 @@ def captured_logs(
     settings: dict[str, dict[str, Any]],
     refuse_metric: Callable[[str, Metric], Exception],
 ) -> Iterator[dict[str, Tensor]]:
-    """Collect what a step logs, for the values inside a map are not to be logged from there.
+    """Collect the values that a step logs, because values inside vmap cannot be logged directly.
 
     Args:
         module: The module whose step is mapped.
@@ -529,7 +532,7 @@ def _refuse_metric(name: str, metric: Metric) -> MisconfigurationException:
 
 
 def _of_client(stacks: Stacks, place: int) -> Stacks:
-    """Return what a client of a place has; one that is alone has its part of the stacks without a copy in autograd."""
+    """One client's slice of the stacks. A single client's is squeezed, which autograd does without a copy."""
     alone = _clients_in(stacks) == 1
 
     def own(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -550,7 +553,7 @@ def _clients_in(stacks: Stacks) -> int:
 
 
 class _Logged:
-    """What a step logs: each client's value, weighted by its samples.
+    """The logged values of a step, one per client, weighted by batch sizes.
 
     Args:
         logbook: Takes it; ``None``: nobody does, as in a trial.
@@ -562,13 +565,13 @@ class _Logged:
         self._values: list[tuple[str, Tensor, int]] = []
 
     def add(self, values: Mapping[str, Tensor], samples: int) -> None:
-        """Take what clients log, the batch of each of which has so many samples."""
+        """Add clients' logged values; each client's batch has ``samples`` samples."""
         for key, value in values.items():
             own = self.settings[key].get("batch_size")
             self._values.append((key, value.flatten(), samples if own is None else own))
 
     def log(self) -> None:
-        """Log it, where the step of all clients has been made."""
+        """Pass all values on to the logbook, after the step of all clients."""
         if self._logbook is None:
             return
         for key, values, size in self._values:
@@ -577,7 +580,7 @@ class _Logged:
 
 
 class _Part:
-    """Clients of a step whose batches have equal shapes.
+    """The clients of a step whose batches have equal shapes.
 
     Buffers and round states are copies where it stands ``apart``: autograd keeps some of them for the backward pass of
     all parts, and would take what another part writes into its own rows of a stack for a change of these.
@@ -617,20 +620,20 @@ class _Part:
         return self._stack.run(values, deferred, state, batch, self.number, self.settings)
 
     def mapped(self) -> tuple[Tensor, dict[str, Tensor]]:
-        """Map the step over the clients; return their losses, and what they log."""
+        """Map the step over the clients; return their losses and logged values."""
         return self._stack.over_clients(self._run, (self._named, self._changes, self._state, self._batch))
 
     def put_back(self) -> None:
-        """Write what the step has changed in copies of values and round states back to the stacks."""
+        """Copy values and round states that the step changed from this part's copies back to the stacks."""
         if self._rows is not None:
             for name, value in self._named.items():
-                # Parameters are seldom changed in place.
+                # A parameter is copied only if changed in place, which is rare.
                 if name not in self._stack.leaves or version_of(value):
                     self._stack.values[name].index_copy_(0, self._rows, value.detach())
             _put_back(self._stack.round_state, self._rows, self._state)
 
     def backward(self) -> tuple[Tensor, dict[str, Tensor]]:
-        """Make the step and its gradients; return the losses, and what is logged."""
+        """Run the step and its backward pass; return the losses and logged values."""
         losses, logged = self.mapped()
         trained = {name: self._named[name] for name in self._stack.leaves}
         gradients = torch.autograd.grad(losses.sum(), list(trained.values()), allow_unused=True)
@@ -639,7 +642,7 @@ class _Part:
 
     @torch.no_grad()
     def _give(self, gradients: dict[str, Tensor]) -> None:
-        """Make gradients of these clients part of the leaves'."""
+        """Write these clients' gradients into the leaves' gradients."""
         self._gradients = gradients
         everyone = len(self.places.numbers) == self._stack.active and self._rows is None
         for name, gradient in gradients.items():
@@ -648,17 +651,17 @@ class _Part:
                 leaf.grad = gradient
                 continue
             if leaf.grad is None:
-                # Another form of batch may leave a parameter out.
+                # Clients with batches of another form may not use this parameter.
                 leaf.grad = torch.zeros_like(leaf)
             if self._rows is None:
                 leaf.grad[self._chosen] = gradient
             else:
                 leaf.grad.index_copy_(0, self._rows, gradient)
 
-    # Compiled
+    # Compiled steps
 
     def inputs(self, rows: Mapping[str, Tensor], size: int) -> Inputs:
-        """Return what a stack of ``size`` rows takes, given the stacks' own. Further clients' are not used."""
+        """The inputs for a stack of ``size`` rows, cut from ``rows``; rows beyond these clients are ignored."""
 
         def padded(tensor: Tensor) -> Tensor:
             tensor = tensor[: len(self.places.numbers)].detach()
@@ -677,41 +680,41 @@ class _Part:
         )
 
     def rows_of(self, results: Results) -> Results:
-        """The rows of a compiled step's outputs that belong to these clients."""
+        """These clients' rows of a compiled step's outputs."""
         count = len(self.places.numbers)
         losses, *tables = results
         return Results(losses[:count], *({name: value[:count] for name, value in table.items()} for table in tables))
 
     @property
     def used(self) -> frozenset[str]:
-        """The names of the values of which the step has gradients."""
+        """Names of the parameters for which the step has gradients."""
         return frozenset(self._gradients)
 
     def take(self, results: Results, settings: Mapping[str, dict[str, Any]], used: Collection[str]) -> None:
-        """Take a compiled step's gradients of what is used and buffers, and with which settings it logs."""
+        """Adopt a compiled step's gradients of ``used`` parameters, its buffers, and its settings of logged values."""
         self.settings.update(settings)
-        # Compiled, what a step does not use has a gradient of zeros.
+        # A compiled step returns zero gradients for unused parameters.
         self._give({name: gradient for name, gradient in results.gradients.items() if name in used})
         for name, value in results.buffers.items():
             self._named[name].copy_(value)
 
     def results(self, losses: Tensor, logged: dict[str, Tensor]) -> Results:
-        """Outputs of the step that is not compiled."""
+        """The outputs of the uncompiled step."""
         buffers = {name: value for name, value in self._named.items() if name not in self._stack.leaves}
         return Results(losses, self._gradients, logged, buffers)
 
     def versions(self) -> dict[str, int]:
-        """Return how often parameters and round states have been changed in place."""
+        """The version counters of parameters and round states, which count changes in place."""
         values = [(name, value) for name, value in self._named.items() if name in self._stack.leaves]
         values += [(f"round state {number}", value) for number, value in enumerate(tensors_in(self._state))]
         return {name: version_of(value) for name, value in values}
 
 
 def _put_back(stacks: State, rows: Tensor, selected: State) -> None:
-    """Write what an objective has changed in the selected clients' round states back to the stacks."""
+    """Copy the selected clients' changed round states back to the stacks."""
     for name, stack in stacks.items():
         if isinstance(stack, dict):
             _put_back(stack, rows, selected[name])
         elif stack.stride(0):
-            # What is one tensor for all clients has stride 0, and is not written to.
+            # A tensor that all clients share is expanded, with stride 0, and is not written to.
             stack.index_copy_(0, rows.to(stack.device, non_blocking=True), selected[name])

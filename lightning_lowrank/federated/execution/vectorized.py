@@ -1,4 +1,4 @@
-"""Clients that step together: their values are stacked, and each step is one for all of them."""
+"""The execution in which clients step together: their values are stacked, and one mapped step serves all."""
 
 from __future__ import annotations
 
@@ -33,8 +33,8 @@ from lightning_lowrank.internals.peft import is_base_change
 
 
 def structure_of(module: nn.Module) -> Hashable:
-    """Return what of a module decides how its step computes, and may change between rounds."""
-    # The change of a quantised base weight grows with the rounds, and is one for all clients.
+    """A key of the module's structure: two rounds with equal keys compute steps in the same way."""
+    # Without changes of quantised base weights, which grow with the rounds and which all clients share.
     buffers = [(name, value) for name, value in module.named_buffers() if not is_base_change(name)]
     tensors = [*module.named_parameters(), *buffers]
     return (
@@ -44,7 +44,7 @@ def structure_of(module: nn.Module) -> Hashable:
 
 
 class Vectorized(Execution):
-    """Trains a chunk's clients together, in stacks that stand in the optimizers' place of the module's parameters."""
+    """Trains a chunk's clients together, on stacks that replace the module's parameters in the optimizers."""
 
     name = "vectorized"
     stacked = True
@@ -65,21 +65,21 @@ class Vectorized(Execution):
         self.compiled_steps: CompiledSteps | None = None
 
     def compile(self, clients: int, samples: int) -> None:
-        """Have steps compiled, of so many clients at most that have full batches of so many samples."""
+        """Compile steps, for at most ``clients`` clients with full batches of ``samples`` samples."""
         run = self._run_objective if self.changes_objective else None
         self.compiled_steps = CompiledSteps(self.module, clients, samples, run)
 
     def start(self) -> None:
-        """Refuse the module's hooks around steps to change it, for it holds the global model."""
+        """Forbid the module's hooks around steps to change tensors, which are the global model's."""
         for hook in hooks_around_steps(self.module):
             self._guards.enter_context(refused_writes(self.module, hook))
 
     def stop(self) -> None:
-        """Give the module its own hooks back."""
+        """Restore the module's hooks."""
         self._guards.close()
 
     def begin_round(self) -> None:
-        """Look which tensors are trained in this round, and who changes gradients."""
+        """Look up the tensors that are trained in this round, and the callbacks that change gradients."""
         super().begin_round()
         hooked = reason_of_hooks(self.module)
         if hooked:
@@ -91,7 +91,7 @@ class Vectorized(Execution):
         self._acting = [callback for callback in self.trainer.callbacks if isinstance(callback, ActsOnStacks)]
 
     def _compare_again(self) -> None:
-        """Compare a step together with one alone where the module is not what it was when they were compared last."""
+        """Compare a step together with steps alone again, if the module's structure has changed."""
         form, before = structure_of(self.module), self._compared
         self._compared = form
         if form == before or (self._guard is not None and not self._guard.mapped):
@@ -104,7 +104,7 @@ class Vectorized(Execution):
             )
 
     def open(self, chunk: Chunk) -> dict[int, Exception]:
-        """Stack the chunk's clients."""
+        """Stack the chunk's clients, and have each begin."""
         self.chunk = chunk
         stack = self._stack = self._new_stack(len(chunk.clients))
         self.clients = self._contexts(chunk, stack.client)
@@ -118,9 +118,9 @@ class Vectorized(Execution):
         return failed
 
     def _begin_clients(self) -> dict[int, Exception]:
-        """Make each client begin; return the errors of those that fail."""
+        """Have each client begin; return the errors of clients that fail."""
         failed: dict[int, Exception] = {}
-        # Clients that step together have one configuration.
+        # Configuring for the first client is enough: clients that step together have the same configuration.
         waiting, configure = list(self.clients), UnequalClients.of(self.algorithm).configure
         while waiting:
             first = waiting[0]
@@ -140,7 +140,7 @@ class Vectorized(Execution):
         return failed
 
     def _succeeds(self, client: ClientContext, failed: dict[int, Exception], act: Callable[[], None]) -> bool:
-        """Do a client's own part, and put its error into ``failed`` if there is one; return whether there is none."""
+        """Run ``act`` for a client and record an error in ``failed``; return whether it succeeded."""
         try:
             with turn_of(client.id):
                 act()
@@ -181,7 +181,7 @@ class Vectorized(Execution):
         )
 
     def before_batch(self, number: int) -> None:
-        """Let the clients leave that have made their last step."""
+        """Remove the clients that have made their last step from the stack."""
         super().before_batch(number)
         assert self._stack is not None
         active = self.chunk.active(number)
@@ -193,13 +193,13 @@ class Vectorized(Execution):
             self._stack.round_state = slice_tree(self.round_state, slice(active))
 
     def _keep_moments(self, active: int) -> None:
-        """Keep the optimizers' states of clients from place ``active`` on, which have made their last step."""
+        """Save the optimizer states of the clients from row ``active`` on, which have made their last step."""
         assert self._stack is not None
         for place in range(active, self._stack.active):
             self.optimizers.keep(self.clients[place].state, place)
 
     def step(self) -> LocalStep:
-        """Return what the method sees of the present step; while it is mapped over clients, that of one of them."""
+        """The present step as the method sees it; inside the map over clients, that of a single client."""
         if self._mapped is not None:
             return self._mapped
         assert self._stack is not None
@@ -219,7 +219,7 @@ class Vectorized(Execution):
     def _run_objective(
         self, values: Mapping[str, Tensor], round_state: State, batch: Any, training_step: Callable[[], Any]
     ) -> Any:
-        """Run the objective of one client, inside the map over clients."""
+        """Run one client's objective, inside the map over clients."""
         self._mapped = self._step_of_one(values, round_state)
         try:
             return self.loss(batch, training_step)
@@ -227,12 +227,12 @@ class Vectorized(Execution):
             self._mapped = None
 
     def gradients(self, batch: Any) -> Tensor | None:
-        """Make the step of clients with a full batch compiled, where steps are."""
+        """Run the clients' step compiled, if steps are compiled."""
         assert self._stack is not None
         return self._stack.gradients(batch, self.number)
 
     def before_step(self) -> None:
-        """Show the gradients to callbacks that act on stacks, and to the method."""
+        """Pass the gradients to callbacks that act on stacks, and to the method."""
         assert self._stack is not None
         if not self._has_trained:
             self._has_trained = True
@@ -243,7 +243,7 @@ class Vectorized(Execution):
         super().before_step()
 
     def close(self) -> dict[int, Exception]:
-        """Hand over what the clients send."""
+        """Send the clients' messages, and keep their moments."""
         assert self._stack is not None
         self._count_steps()
         self._stack.fold()
@@ -272,7 +272,7 @@ class Vectorized(Execution):
         self._stack, self.clients, self.round_state = None, [], {}
 
     def abandon(self) -> None:
-        """Give the module and the optimizers back; the module has kept the global model."""
+        """Restore the module and the optimizers; the module still holds the global model."""
         if self._stack is not None:
             self._forget()
         UnequalClients.of(self.algorithm).configure(self.base, None)

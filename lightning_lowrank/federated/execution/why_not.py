@@ -1,4 +1,4 @@
-"""Why clients cannot step together, or their training step be mapped over them, in plain words."""
+"""Reasons, in words for the user, why clients cannot step together or a training step cannot be mapped."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ _CAUSES: tuple[tuple[str, str], ...] = (
 
 
 def cause_of(error: Exception) -> str:
-    """Say what in a training step an error of torch's tells of."""
+    """The likely cause in the training step of an error that torch raised."""
     if isinstance(error, DiffersBetweenClients):
         return str(error)
     said = str(error).strip().split("\n")[0][:200]
@@ -86,12 +86,12 @@ def cause_of(error: Exception) -> str:
 
 
 def updates(metric: str) -> str:
-    """Say that a training step updates a metric."""
+    """A sentence on a metric that the training step updates."""
     return f"it updates the metric {metric}, whose state is one for all clients; log its value instead"
 
 
 class CannotMap(MisconfigurationException):
-    """Refuses a training step by its cause.
+    """Raised for a training step that cannot be mapped over clients, with the cause.
 
     Attributes:
         reason: What is refused and why, without what to use in place of ``execution='vectorized'``.
@@ -104,17 +104,17 @@ class CannotMap(MisconfigurationException):
 
 @runtime_checkable
 class ActsOnStacks(Protocol):
-    """A callback that changes gradients before the optimizer steps, of clients that step together as well.
+    """Protocol of callbacks that change gradients before the optimizer steps and can do so on stacks of clients.
 
     Where one of this package has an attribute ``acts_on_gradients`` that is false, it does nothing in this run.
     """
 
     def on_before_stacked_step(self, module: pl.LightningModule, stacks: Mapping[str, Tensor]) -> None:
-        """Change the gradients of stacks ``[clients, …]`` of trained parameters by name."""
+        """Change the gradients of stacked parameters ``[clients, …]``, given by name."""
 
 
 def steps_are_seen(trainer: Any, algorithm: Algorithm) -> bool:
-    """Return whether something beside the optimizer may look at steps' gradients and at weights between steps."""
+    """Whether anything besides the optimizer may read gradients in steps or weights between steps."""
     module = trainer.lightning_module
     if (
         not inherits(algorithm, "before_step")
@@ -124,7 +124,7 @@ def steps_are_seen(trainer: Any, algorithm: Algorithm) -> bool:
         or trainer.gradient_clip_val
         or type(trainer.precision_plugin) not in (Precision, DoublePrecision, HalfPrecision)
         or not (type(trainer.strategy) is SingleDeviceStrategy or getattr(trainer.strategy, "steps_alone", False))
-        # Executions stand in the place of some of them on the instance.
+        # Read from the class, because executions replace some of these methods on the instance.
         or any(getattr(type(module), hook) is not getattr(pl.LightningModule, hook) for hook in _OF_GRADIENTS)
         or any(overrides(module, hook) for hook in _AROUND_STEPS)
     ):
@@ -140,7 +140,7 @@ def steps_are_seen(trainer: Any, algorithm: Algorithm) -> bool:
 
 
 def hooks_around_steps(listener: pl.LightningModule | pl.Callback) -> list[str]:
-    """Return the hooks that Lightning calls around a step, where a client's model and batch are not to be seen.
+    """The overridden hooks around a step, which would see the global model and a stacked batch.
 
     A callback's that Lightning or this package have defined look at neither.
     """
@@ -152,11 +152,11 @@ def hooks_around_steps(listener: pl.LightningModule | pl.Callback) -> list[str]:
 
 
 def reason_of_hooks(module: pl.LightningModule) -> str:
-    """Say which hook of torch's keeps clients from stepping together, or return an empty string."""
+    """The hook of torch that keeps clients from stepping together, in words; empty if there is none."""
     hooked = [name for name, value in module.named_parameters() if has_hooks(value)]
     if hooked:
         return f"the parameter {hooked[0]} has a hook (Tensor.register_hook), which expects one client's gradient"
-    # What forward hooks do, the comparison with a client alone tells.
+    # Forward hooks are allowed here: the comparison with a single client detects their effect.
     hooked = [name or type(module).__name__ for name, part in module.named_modules() if backward_hooks(part)]
     if hooked:
         return f"the module {hooked[0]} has a backward hook, which expects one client's gradients"
@@ -166,7 +166,7 @@ def reason_of_hooks(module: pl.LightningModule) -> str:
 
 
 def unsupported_reason(trainer: Any, module: pl.LightningModule) -> str:
-    """Say what in a run's settings keeps its clients from stepping together, or return an empty string.
+    """The setting that keeps clients from stepping together, in words; empty if there is none.
 
     What ``training_step`` does is seen only when it is mapped: `ClientStack.training_step` refuses that by its cause.
     """

@@ -1,4 +1,4 @@
-"""Differential privacy: what a round or a step releases, how much noise it gets, and what that costs.
+"""Differential privacy: mechanisms, their noise, and their cost.
 
 Accounting is dp-accounting's (the extra ``[privacy]``). `ClientPrivacy` protects whole clients. What protects single
 samples is used by the callback `DifferentialPrivacy`.

@@ -1,4 +1,4 @@
-"""What subsampled Gaussian mechanisms cost, as dp-accounting counts it."""
+"""Privacy accounting of subsampled Gaussian mechanisms, by dp-accounting."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _TOLERANCE = 1e-4
 
 @functools.cache
 def library() -> Any:
-    """Return the package dp-accounting, which takes a while to import.
+    """The package dp-accounting, imported at first use because its import is slow.
 
     Raises:
         MisconfigurationException: If it is not installed.
@@ -59,10 +59,11 @@ class Mechanism:
 
     @property
     def event(self) -> Any:
-        """One release as dp-accounting's event."""
+        """One release as an event of dp-accounting."""
         dp_accounting = library()
         if self.sampling == "fixed":
-            # The library's multiplier is over the sensitivity, and to replace a contribution moves the sum by 2 clip.
+            # dp-accounting's noise multiplier is relative to the sensitivity, which is 2 clip if a contribution is
+            # replaced.
             gaussian = dp_accounting.GaussianDpEvent(self.noise_multiplier / 2)
             if self.sampled >= self.population:
                 return gaussian
@@ -73,7 +74,7 @@ class Mechanism:
         return dp_accounting.PoissonSampledDpEvent(self.sampled / self.population, gaussian)
 
     def accountant(self, kind: Accountant) -> Any:
-        """Return an empty accountant of dp-accounting's for this mechanism."""
+        """An empty accountant of dp-accounting for this mechanism."""
         dp_accounting = library()
         relations = dp_accounting.NeighboringRelation
         relation = relations.REPLACE_ONE if self.sampling == "fixed" else relations.ADD_OR_REMOVE_ONE
@@ -81,12 +82,12 @@ class Mechanism:
         return kinds[kind](neighboring_relation=relation)
 
     def epsilon(self, steps: int, delta: float, accountant: Accountant = "rdp") -> float:
-        """Return the ε of so many releases at a given δ."""
+        """The ε of ``steps`` releases at a given δ."""
         return total_epsilon([(self, steps)], delta, accountant)
 
 
 def total_epsilon(releases: Iterable[tuple[Mechanism, int]], delta: float, accountant: Accountant = "rdp") -> float:
-    """Return the ε at a given δ of releases from the same samples, all mechanisms of the same sampling.
+    """The total ε at a given δ of several mechanisms on the same samples, which must share one sampling.
 
     Args:
         releases: Mechanisms, each with its number of releases.
@@ -110,7 +111,7 @@ def total_epsilon(releases: Iterable[tuple[Mechanism, int]], delta: float, accou
 
 @functools.lru_cache(maxsize=4096)
 def _renyi(mechanism: Mechanism) -> tuple[Any, Any]:
-    """Return the Rényi divergences of one release: they add up, and the library takes longest for them."""
+    """The Rényi divergences of one release, cached: they add up over releases and are slow to compute."""
     accountant = mechanism.accountant("rdp")
     with _quiet():
         accountant.compose(mechanism.event)
@@ -127,7 +128,7 @@ def _composed(releases: tuple[tuple[Mechanism, int], ...], delta: float) -> floa
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Leave out the library's notes on single orders that it passes over, which makes ε no smaller."""
+    """Silence dp-accounting's warnings about skipped Rényi orders; skipping never makes ε smaller than it is."""
     logger = logging.getLogger("absl")
     level = logger.level
     logger.setLevel(logging.ERROR)
@@ -140,7 +141,7 @@ def _quiet() -> Iterator[None]:
 def noise_for(
     target: float, delta: float, runs: Iterable[tuple[Mechanism, int]], accountant: Accountant = "rdp"
 ) -> float:
-    """Return the smallest noise multiplier, to 1e-4, at which none of some runs costs more than ``target``.
+    """The smallest noise multiplier, to 1e-4, with which no run costs more than ``target``.
 
     Args:
         target: The ε that none may exceed.
@@ -169,7 +170,7 @@ def _calibrated(mechanism: Mechanism, steps: int, target: float, delta: float, a
     dp_accounting = library()
 
     def event(noise: float) -> Any:
-        # Brent's method begins at 0, which is no mechanism of ours.
+        # Brent's method begins at 0, which is no valid noise multiplier.
         if noise <= 0:
             return dp_accounting.NonPrivateDpEvent()
         of_one = dataclasses.replace(mechanism, noise_multiplier=noise).event
@@ -197,7 +198,7 @@ def _calibrated(mechanism: Mechanism, steps: int, target: float, delta: float, a
 def check_budget(
     noise_multiplier: float | None, target_epsilon: float | None, delta: float, accountant: Accountant
 ) -> None:
-    """Refuse a budget that is none.
+    """Check the arguments of a privacy budget.
 
     Raises:
         MisconfigurationException: If neither noise nor ε is given, or a number is out of range.

@@ -1,4 +1,4 @@
-"""The settings of differential privacy of whole clients."""
+"""The settings of client-level differential privacy."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ NoiseAt = Literal["server", "clients"]
 
 
 class ClientPrivacy(Configured):
-    r"""Differential privacy of whole clients (McMahan et al., ICLR 2018, Algorithm 1, with one clipping norm).
+    r"""Client-level differential privacy (McMahan et al., ICLR 2018, Algorithm 1, with one clipping norm).
 
     In each round a client's update :math:`\Delta_i`, all floating-point tensors of its message less the values that it
     began with, is scaled to a norm of at most :math:`C`, and the method is handed
@@ -133,10 +133,10 @@ class ClientPrivacy(Configured):
         """The seed by which clients are drawn where ``secure``; checkpoints hold it."""
 
     def sampling_seed(self, seed: int) -> int:
-        """Return the seed by which clients are drawn, given the experiment's."""
+        """The seed for drawing clients, given the experiment's seed."""
         return seed if self.secret is None else self.secret
 
     @property
     def poisson(self) -> bool:
-        """Whether clients are drawn each on its own."""
+        """Whether each client is drawn independently (Poisson sampling)."""
         return self.sampling == "poisson"

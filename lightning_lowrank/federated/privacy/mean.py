@@ -1,4 +1,4 @@
-"""The private mean of whole clients: clipped updates, noise on their sum, and its cost.
+"""Private mean of clients' updates: clipping, noise on the sum, and accounting.
 
 `ClientPrivacy` has the settings. The mean is a stage of the server's half of rounds, and at a site that adds its own
 noise a stage of the client's.
@@ -36,7 +36,7 @@ _BEGAN = "privacy.began"
 
 @dataclass(frozen=True)
 class Drawing:
-    """How many clients the rounds of a run draw.
+    """The numbers of clients that a run's rounds draw.
 
     Args:
         clients_per_round: Number of clients in a round, on average or exactly.
@@ -52,7 +52,7 @@ class Drawing:
 
 
 class PrivateMean(RoundStage):
-    """Gives the method the private mean of a round's messages in place of each of them, and counts its cost.
+    """A stage that replaces a round's messages by their private mean, and accounts for its cost.
 
     Args:
         privacy: The settings.
@@ -104,12 +104,12 @@ class PrivateMean(RoundStage):
 
     @property
     def sampled(self) -> int:
-        """Number of clients by which a round's sum is divided."""
+        """The number of clients that a round's sum is divided by."""
         return self._mechanism.sampled
 
     @property
     def noise_multiplier(self) -> float:
-        """Noise of a round over the clipping norm, that of the count included."""
+        """A round's total noise over the clipping norm; covers the updates and the count of unclipped ones."""
         return self._mechanism.noise_multiplier
 
     @property
@@ -119,19 +119,19 @@ class PrivateMean(RoundStage):
 
     @property
     def noise_of_updates(self) -> float:
-        """Noise on the sum of updates over the clipping norm (Andrew et al., 2021, Theorem 1)."""
+        """The updates' part of the noise over the clipping norm (Andrew et al., 2021, Theorem 1)."""
         if self.privacy.quantile is None:
             return self.noise_multiplier
         return (self.noise_multiplier**-2 - (2 * self._count_noise) ** -2) ** -0.5
 
     def epsilon(self, more: int = 0) -> float:
-        """Return the ε of the rounds so far, and of so many ``more``."""
+        """The ε of all rounds so far, plus that of ``more`` rounds."""
         privacy = self.privacy
         return self._mechanism.epsilon(self.released + more, privacy.delta, privacy.accountant)
 
     @property
     def exhausted(self) -> str:
-        """Why no further round may be made; an empty string where one may."""
+        """The reason why no further round is possible; empty if one is."""
         target = self.privacy.target_epsilon
         if target is None or self.epsilon(1) <= target:
             return ""
@@ -144,7 +144,7 @@ class PrivateMean(RoundStage):
     def figures(self) -> dict[str, float]:
         return {"privacy/epsilon": self.epsilon(), "privacy/clip": self.clip}
 
-    # A round
+    # Round
 
     @override
     def setup(self, way: Way) -> None:
@@ -193,16 +193,16 @@ class PrivateMean(RoundStage):
         with torch.no_grad():
             center = self._way.exact_origin_of(info)
             mean = Message(self.noised_mean(self._way.form_of(info).tensors, center, server.round))
-        # As many messages as a round has on average.
+        # As many copies as messages are expected on average.
         return [Arrival(info, mean, 1.0, self._way.origin_of)] * self.sampled
 
-    # A client's update
+    # Updates of clients
 
     @torch.no_grad()
     def protected(
         self, message: Mapping[str, Tensor], center: Mapping[str, Tensor], round_number: int, client: int
     ) -> dict[str, Tensor]:
-        """Return a client's message, clipped and with the client's share of the noise, at ``noise_at="clients"``."""
+        """For ``noise_at="clients"``: a client's message after clipping, with the client's share of the noise."""
         update, _ = self._clipped(message, center)
         std = self.noise_multiplier * self.clip / math.sqrt(self._shares)
         noise = gaussian(update, std, self._seed, "privacy noise", round_number, client, secure=self.privacy.secure)
@@ -212,7 +212,7 @@ class PrivateMean(RoundStage):
 
     @torch.no_grad()
     def add(self, message: Mapping[str, Tensor], center: Mapping[str, Tensor]) -> None:
-        """Add a client's message, less what it began with.
+        """Add a client's update: its message minus ``center``.
 
         Raises:
             MisconfigurationException: If it holds changed integers, which no norm bounds.
@@ -226,7 +226,7 @@ class PrivateMean(RoundStage):
                 )
         if self.privacy.noise_at == "server":
             update, inside = self._clipped(message, center)
-            # A count of ±1/2 is moved by 1/2 where a client is added, and by 1 where one is replaced.
+            # The count is centred at ±1/2, so that adding a client moves it by 1/2 and replacing one by 1.
             self._unclipped += 0.5 if inside else -0.5
         else:
             update = _update(message, center)
@@ -249,13 +249,13 @@ class PrivateMean(RoundStage):
         scale = (self.clip / norm.clamp(min=1e-300)).clamp(max=1.0)
         return {name: value * scale for name, value in update.items()}, bool(norm <= self.clip)
 
-    # The round's end
+    # End of a round
 
     @torch.no_grad()
     def noised_mean(
         self, form: Mapping[str, Tensor], center: Mapping[str, Tensor], round_number: int
     ) -> dict[str, Tensor]:
-        """Return the round's private mean as a client's message, and forget the arrivals.
+        """The round's private mean in the form of a client's message; clears the arrivals.
 
         Args:
             form: What a client sends, of which only shapes and types matter.
@@ -305,7 +305,7 @@ class PrivateMean(RoundStage):
 
     @override
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from `state_dict`'s result, with the noise that the run began with.
+        """Restore the result of `state_dict`, with the noise multiplier of the run's first rounds.
 
         Raises:
             MisconfigurationException: If later rounds would have another noise or chance than those that are counted.
@@ -325,7 +325,7 @@ class PrivateMean(RoundStage):
 
 
 def check_carries_noise(message: Message, sender: str) -> None:
-    """Refuse a client's message that would lose some of the noise that the client adds to it.
+    """Refuse a message whose codec or types would lose part of a client's noise.
 
     The server's sum has all of the noise where it is that of exact messages, or a part of its numbers alone. Where
     each message is rounded or cut by itself, no bound on the noise of the sum is known.
@@ -368,7 +368,7 @@ def _plus(first: Mapping[str, Tensor], second: Mapping[str, Tensor]) -> dict[str
 
 
 def private_mean(settings: FederatedSettings, server: Server, drawing: Drawing) -> PrivateMean:
-    """The stage that ``settings.privacy`` asks for.
+    """Make the stage for ``settings.privacy``.
 
     Args:
         settings: The experiment's settings.

@@ -1,4 +1,4 @@
-"""Gaussian noise, from the run's named generators or from the operating system's entropy."""
+"""Gaussian noise, seeded or from the operating system's entropy."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _AT_ONCE = 2**20
 
 
 def gaussian(like: Mapping[str, Tensor], std: float, *parts: int | str, secure: bool = False) -> dict[str, Tensor]:
-    """Return noise of the shapes and devices of some tensors, in float64: on the CPU where the device has none.
+    """Noise with the shapes and devices of some tensors, in float64; on the CPU if the device lacks float64.
 
     Args:
         like: The tensors by name. They draw in their order.
@@ -41,7 +41,7 @@ def gaussian(like: Mapping[str, Tensor], std: float, *parts: int | str, secure: 
 
 
 def _of_the_system(count: int) -> Tensor:
-    """Return standard normal numbers, by Box and Muller from the system's entropy.
+    """Standard normal numbers from the operating system's entropy, by the Box-Muller method.
 
     Each is half the sum of four, so that the gaps between a single draw's possible values do not show which sum was
     added to it (Holohan and Braghin, 2021, arXiv:2107.10138).

@@ -1,4 +1,4 @@
-"""The clipped gradients of single samples, by the user's own ``training_step`` mapped over them."""
+"""Clipped gradients of single samples, by the user's ``training_step`` mapped over a batch's samples."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ Logged = dict[str, Tensor]
 
 
 class _Step(nn.Module):
-    """Makes a step of a module a module's forward, so that it can be called with other parameters."""
+    """A training step as the ``forward`` of a module, so that it can be called with other parameters."""
 
     def __init__(self, module: pl.LightningModule, step: Callable[..., Any]) -> None:
         super().__init__()
@@ -40,7 +40,7 @@ class _Step(nn.Module):
 
 
 class SampleGradients:
-    """Sums clipped gradients of single samples.
+    """Computes sums of clipped per-sample gradients.
 
     ``training_step`` is called with batches of one sample, mapped by `torch.func.vmap`. A step that cannot be mapped is
     made for one sample after another, with the same result, and a warning.
@@ -69,7 +69,7 @@ class SampleGradients:
     def clipped(
         self, names: Iterable[str], batch: Any, size: int, clip: float, arguments: Sequence[Any] = ()
     ) -> tuple[Tensor, dict[str, Tensor], Logged, dict[str, dict[str, Any]]]:
-        """Return the mean loss, the sums of clipped gradients, the means of what is logged, and how it is logged.
+        """The batch's mean loss, sums of clipped gradients, means of logged values, and the settings of these logs.
 
         Norms and sums have the gradients' precision, but at least float32.
 
@@ -94,7 +94,7 @@ class SampleGradients:
             )
         held = dict(self._module.named_parameters())
         parameters = {name: held[name].detach() for name in names}
-        # In 16 bits, one sample more would move a sum by its rounding, which may be many times the clip.
+        # In 16 bits, rounding would move a sum by more than one sample's clipped gradient.
         sums = {name: torch.zeros_like(value, dtype=_precise(value)) for name, value in parameters.items()}
         settings: dict[str, dict[str, Any]] = {}
         losses: list[Tensor] = []
@@ -109,7 +109,7 @@ class SampleGradients:
             widest = max((each.dtype for each in sums.values()), key=lambda dtype: dtype.itemsize)
             each_norm = [torch.linalg.vector_norm(rows, dim=1, dtype=widest) for rows in rows_of.values()]
             norms = torch.stack(each_norm).norm(dim=0)
-            # What is not finite has no place in a bounded sum.
+            # Samples with a non-finite gradient count as zero.
             finite = norms.isfinite()
             scale = torch.where(finite, (clip / (norms + 1e-6)).clamp(max=1.0), 0.0)
             for name, rows in rows_of.items():
@@ -170,7 +170,7 @@ class SampleGradients:
                 )
 
         def each(sample: list[Tensor]) -> tuple[dict[str, Tensor], tuple[Tensor, Logged]]:
-            # By plain autograd, which takes what torch.func.grad does not, such as packed sequences.
+            # By plain autograd, which supports inputs that torch.func.grad does not, such as packed sequences.
             with torch.enable_grad():
                 values = {name: value.detach().requires_grad_() for name, value in parameters.items()}
                 loss, told = of_one(values, sample)
@@ -190,7 +190,7 @@ class SampleGradients:
         return {name: part.update_count for name, part in self._module.named_modules() if isinstance(part, Metric)}
 
     def _refuse_changes(self, tensors: ChangedTensors, updates: Mapping[str, int]) -> None:
-        # A tensor that was assigned inside the map has no values outside of it.
+        # A tensor that was assigned inside vmap has no values outside of it.
         changed = tensors.changed(self._guarded())
         changed += [name for name, count in self._updates().items() if count != updates.get(name, count)]
         if changed:
@@ -213,7 +213,7 @@ def _refuse_metric(name: str, metric: Metric) -> MisconfigurationException:
 
 
 class _WithGradients(torch.autograd.Function):
-    """A loss whose gradients are given."""
+    """A function whose backward pass returns given gradients."""
 
     @staticmethod
     def forward(ctx: Any, loss: Tensor, gradients: list[Tensor], *parameters: Tensor) -> Tensor:
@@ -226,7 +226,7 @@ class _WithGradients(torch.autograd.Function):
 
 
 def with_gradients(loss: Tensor, parameters: Mapping[str, Tensor], gradients: Mapping[str, Tensor]) -> Tensor:
-    """Return a loss of the same value whose ``backward()`` gives parameters these gradients.
+    """A loss of the same value whose ``backward()`` gives the parameters these gradients.
 
     Example:
         >>> weight = torch.zeros(2, requires_grad=True)
