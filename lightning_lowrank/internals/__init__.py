@@ -1,4 +1,4 @@
-"""All use of private parts of torch, Lightning and Flower, one module for each library and purpose.
+"""All uses of private parts of torch, Lightning and other libraries, one module per library and purpose.
 
 Everything else in the package uses public names. `torch` imports torch alone, so that the packages that do without
 Lightning can use it. `lightning` has what rounds need of the trainer, `advance` the loop of turns, `replaced` the one

@@ -1,4 +1,4 @@
-"""Lightning's training loop with a client in each turn: the one place that replaces its ``advance``.
+"""A replacement of ``advance`` in Lightning's training loop, which gives each client a turn.
 
 `FederatedLoop` installs `ClientTurns`. It calls `Rounds.turn` once for each client, keeps Lightning's counters, and
 calls the hooks that Lightning would call.
@@ -34,7 +34,7 @@ _COUNTERS = (
 
 
 class TurnLoader:
-    """The training loader of a federated fit: the number of each turn of the round, and no batches.
+    """The training loader of a federated fit as Lightning sees it: the numbers of a round's turns in place of batches.
 
     Lightning shows it as ``trainer.train_dataloader``. Its length is the number of the round's clients, and while one
     of them trains that of its own batches. What else it has, such as ``dataset`` and ``batch_size``, is the user's own
@@ -61,31 +61,31 @@ class TurnLoader:
         return iter(range(self._turns()))
 
     def __getattr__(self, name: str) -> Any:
-        """Return what else the user's loader has."""
-        # With overfit_batches Lightning makes a loader anew that has a dataset.
+        """Other attributes of the user's loader."""
+        # With overfit_batches, Lightning would rebuild a loader that has a dataset.
         if name.startswith("_") or (name == "dataset" and self._trainer.overfit_batches):
             raise AttributeError(name)
         return getattr(self._loader(), name)
 
     @property
     def sampler(self) -> TurnLoader:
-        """Itself: Lightning announces each epoch to a loader's sampler."""
+        """The loader itself: Lightning announces each epoch to a loader's sampler by set_epoch()."""
         return self
 
     def set_epoch(self, epoch: int) -> None:
-        """Begin an epoch, whose round may have another number of clients."""
+        """Begin an epoch, whose round may have another number of turns."""
         self._begin_epoch()
 
     def state_dict(self) -> dict[str, Any]:
-        """Tell Lightning that this loader can resume; the position is part of the loop's own state."""
+        """An empty state, which marks the loader as resumable; Lightning's loop saves the position."""
         return {}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take nothing: see `state_dict`."""
+        """Do nothing: the state is empty."""
 
 
 class ClientTurns:
-    """Stands in the place of ``advance`` of Lightning's training loop, where a turn is a client.
+    """Replaces ``advance`` of Lightning's training loop: a turn is a client instead of a batch.
 
     What Lightning counts keeps its meaning: ``global_step``, ``max_steps``, the loggers' steps and ``is_last_batch``
     are those of local steps. In a client's turn ``trainer.num_training_batches`` is the client's number of batches,
@@ -128,7 +128,7 @@ class ClientTurns:
 
     @contextmanager
     def installed(self) -> Iterator[None]:
-        """Make Lightning's loop a loop of turns for a while."""
+        """A context in which Lightning's training loop runs turns."""
         own: dict[str, Callable[..., Any]] = {"advance": self._advance}
         if accumulates(self._trainer):
             own["_should_accumulate"] = lambda: self._accumulates
@@ -137,24 +137,24 @@ class ClientTurns:
 
     @property
     def in_client(self) -> bool:
-        """Whether a client has begun and has neither ended nor failed.
+        """Whether a client's turn is open: begun, and neither ended nor failed.
 
         One in which the fit stops ends with the round.
         """
         return self._at_start is not None
 
     def _begin_epoch(self, turns: int) -> None:
-        """Let an epoch have so many turns, and look which hooks are overridden."""
+        """Set the epoch's number of turns, and look up the overridden hooks."""
         trainer, fit_loop = self._trainer, self._trainer.fit_loop
         if fit_loop._combined_loader is not None and fit_loop.max_batches != turns:
             fit_loop._combined_loader.limits, fit_loop.max_batches = [turns], turns
-            # A run that is resumed between rounds has begun to read the round that it has done.
+            # A run resumed between rounds has an iterator of the finished round, so start a new one.
             iter(fit_loop._data_fetcher)
-            # As `setup_data` does, but for an interval that is longer than a later round.
+            # As Lightning's `setup_data`, except that an interval longer than this round is cut to its length.
             if trainer.check_val_every_n_epoch is not None and trainer.val_check_batch is not None:
                 every = trainer.val_check_interval
                 trainer.val_check_batch = min(every, turns) if type(every) is int else max(1, int(turns * every))
-        # A profiler has lines of hooks that do nothing, too.
+        # With a profiler, call hooks that do nothing as well, because it reports them.
         self._profiles = type(trainer.profiler) is not PassThroughProfiler
         for hook in _BATCH_HOOKS:
             others = [each for each in trainer.callbacks if each is not self._own]
@@ -172,7 +172,7 @@ class ClientTurns:
         self.ends_are_heard = bool(self._each["on_train_batch_end"] or "on_train_batch_end" in self.module_hears)
 
     def end_restored_epoch(self) -> None:
-        """Count all turns of a round that is over in the checkpoint from which the fit goes on.
+        """Mark all turns as complete, if the checkpoint was saved at the end of a round.
 
         Its process may have made others, as one that shared the round, or none that the module left out.
         """
@@ -180,7 +180,7 @@ class ClientTurns:
         if progress.is_last_batch and self._loop.restarted_on_last:
             progress.current.completed = self._count()
 
-    # A turn
+    # Turns
 
     def _advance(self, data_fetcher: Any) -> None:
         trainer, loop = self._trainer, self._loop
@@ -191,10 +191,10 @@ class ClientTurns:
         if trainer.world_size > 1:
             loop._broadcast_sigterm_tensor()
         if turn >= turns:
-            # The fit goes on from a checkpoint of a round that is over.
+            # The checkpoint was saved at the end of a round.
             progress.is_last_batch = True
             raise StopIteration
-        # In a run that is resumed for the second time in one round, Lightning may begin to count again.
+        # After a second resume in one round, Lightning may restart its counters.
         vars(progress.current).update(dict.fromkeys(vars(progress.current), turn))
         last = progress.is_last_batch = turn + 1 == turns
         progress.increment_ready()
@@ -227,11 +227,11 @@ class ClientTurns:
         self._log(stepped)
         if ends_round:
             raise StopIteration
-        # Lightning counts the turn's last step afterwards.
+        # Lightning itself counts the turn's last step after this method.
         loop._batches_that_stepped -= 1
 
     def _cut_turn(self) -> None:
-        """Count no turn where the fit stops inside a client, as Lightning counts no epoch that it cuts short."""
+        """Do not count a turn that the fit stops inside, as Lightning does not count a cut epoch."""
         progress = self._loop.batch_progress
         progress.is_last_batch = False
         for counts in (progress.total, progress.current):
@@ -240,9 +240,9 @@ class ClientTurns:
         self._loop._skip_next_val = not self._trainer.should_stop
 
     def _validates_first(self, data_fetcher: Any) -> bool:
-        """Return whether a validation is due before any training, after a resume."""
+        """Whether a validation is due before any training, after a resume."""
         loop = self._loop
-        # Before a client's first step in an epoch, Lightning takes a validation for due as well.
+        # Before an epoch's first step, Lightning also considers a validation due.
         due = loop.restarting and loop._should_check_val_fx(data_fetcher)
         if due and not self._resumes_inside():
             if loop.val_loop.restarted_mid_evaluation:
@@ -256,7 +256,7 @@ class ClientTurns:
         return False
 
     def _saving_past(self, callback: pl.Callback, before: int) -> AbstractContextManager[None]:
-        """Return what has a `ModelCheckpoint` save at the first turn past a multiple of its number of steps."""
+        """A context in which a `ModelCheckpoint` saves if the turn has passed a multiple of its number of steps."""
         every = getattr(callback, "_every_n_train_steps", 0)
         now = self._trainer.global_step
         if every < 2 or now // every == before // every:
@@ -264,11 +264,11 @@ class ClientTurns:
         return replaced(callback, _every_n_train_steps=_Passed(every))
 
     def _log(self, stepped: int) -> None:
-        """Let loggers write where the number of steps has passed a multiple of ``log_every_n_steps``."""
+        """Let loggers write if the number of steps has passed a multiple of ``log_every_n_steps``."""
         loop, every = self._loop, self._trainer.log_every_n_steps
         now = loop._batches_that_stepped
         passed = every and now // every > stepped // every
-        # A logger's step is the number of the last step before the multiple.
+        # Loggers write the number of the last step before the multiple.
         loop._batches_that_stepped = now // every * every - 1 if passed else now - 1
         try:
             if passed or self._trainer.should_stop or self._trainer.fast_dev_run:
@@ -276,25 +276,25 @@ class ClientTurns:
         finally:
             loop._batches_that_stepped = now
 
-    # A local step
+    # Local steps
 
     def begin_step(self, number: int, is_last: bool, group: int) -> None:
-        """Count a client's step of this number, of ``group`` whose gradients are accumulated."""
+        """Begin a client's step ``number``; gradients are accumulated over ``group`` steps."""
         progress = self._loop.batch_progress
         progress.current.ready, progress.is_last_batch = number + 1, is_last
         self._accumulates = (number + 1) % group != 0 and not is_last
 
     def begin_client(self, steps: int) -> None:
-        """Let the client have so many batches."""
+        """Begin a client's turn with ``steps`` batches."""
         self._at_start = _Counts(self._trainer)
         self._trainer.fit_loop.max_batches = self._loader.batches = steps
 
     def end_client(self) -> None:
-        """Let checkpoints hold what is counted by now."""
+        """End a client's turn: checkpoints save the present counters again."""
         self._at_start = None
 
     def tell_start(self, batch: Any, number: int) -> bool:
-        """Call the hooks at a local batch's beginning, and return whether the module ends the epoch."""
+        """Call the hooks before a local batch, and return whether the module ends the epoch."""
         self._tell_callbacks(self._each, "on_train_batch_start", batch, number)
         answer = None
         if "on_train_batch_start" in self.module_hears:
@@ -304,13 +304,13 @@ class ClientTurns:
         return bool(answer == -1)
 
     def tell_end(self, outputs: Any, batch: Any, number: int) -> None:
-        """Call the hooks at a local batch's end."""
+        """Call the hooks after a local batch."""
         self._tell_callbacks(self._each, "on_train_batch_end", outputs, batch, number)
         if "on_train_batch_end" in self.module_hears:
             _call_lightning_module_hook(self._trainer, "on_train_batch_end", outputs, batch, number)
 
     def step(self, batch: Any, number: int) -> Any:
-        """Make a local step as Lightning does, and return what it gives ``on_train_batch_end``."""
+        """Run a local step as Lightning does, and return the outputs for ``on_train_batch_end``."""
         trainer, loop = self._trainer, self._loop
         arguments = loop._build_kwargs(OrderedDict(), batch, number)
         with trainer.profiler.profile("run_training_batch"):
@@ -319,23 +319,23 @@ class ClientTurns:
             return loop.manual_optimization.run(arguments)
 
     def count_step(self) -> None:
-        """Count an optimizer's step that Lightning has not made."""
+        """Count an optimizer step that was made without Lightning."""
         counts = self._loop.automatic_optimization.optim_progress.optimizer
         for each in (counts.zero_grad, counts.step):
             each.increment_by(1)
 
     def end_step(self) -> None:
-        """Step the learning rate schedulers that go by steps."""
+        """Step the learning rate schedulers with interval "step"."""
         if self._trainer.lr_scheduler_configs:
             self._loop.update_lr_schedulers("step", update_plateau_schedulers=False)
 
     def count_batch(self) -> None:
-        """Count for loggers, after the hooks of a local batch."""
+        """Count a batch for loggers, after its hooks."""
         if not self._accumulates:
             self._loop._batches_that_stepped += 1
 
     def stops(self) -> bool:
-        """Return whether the fit ends after the present step.
+        """Whether the fit ends after the present step.
 
         Raises:
             SIGTERMException: If the process is to end.
@@ -346,7 +346,7 @@ class ClientTurns:
         return (trainer.should_stop or trainer.max_steps != -1) and stops_now(trainer)
 
     def reading(self) -> AbstractContextManager[Any]:
-        """Return the profiler's span of reading a batch."""
+        """The profiler's context for reading a batch."""
         if not self._profiles:
             return nullcontext()
         return self._trainer.profiler.profile("[_TrainingEpochLoop].train_dataloader_next")
@@ -355,7 +355,7 @@ class ClientTurns:
         if not listeners[hook]:
             return
         trainer, module = self._trainer, self._trainer.lightning_module
-        # By this `LightningModule.log` knows where it is called from.
+        # LightningModule.log() reads this attribute to know the hook that calls it.
         before, module._current_fx_name = module._current_fx_name, hook
         for callback in listeners[hook]:
             with trainer.profiler.profile(f"[Callback]{callback.state_key}.{hook}"):
@@ -365,20 +365,20 @@ class ClientTurns:
     # Checkpoints
 
     def wind_back(self, checkpoint: dict[str, Any]) -> None:
-        """Have a checkpoint that is saved inside a client hold what Lightning counted at the client's start."""
+        """Reset a checkpoint's counters to the client's start, if it is saved inside a client's turn."""
         if self._at_start is not None:
             self._at_start.write(checkpoint)
 
 
 class _Passed(int):
-    """A number of steps of which every other number passes for a multiple."""
+    """An integer by which every number is divisible."""
 
     def __rmod__(self, other: int) -> int:
         return 0
 
 
 class _Counts:
-    """What Lightning has counted at a client's start."""
+    """Lightning's counters at a client's start."""
 
     def __init__(self, trainer: Any) -> None:
         loop = self._loop = trainer.fit_loop.epoch_loop
@@ -396,7 +396,7 @@ class _Counts:
         self._scaler = None if scaler is None else self._precision.state_dict()
 
     def write(self, checkpoint: dict[str, Any]) -> None:
-        """Put it into a checkpoint."""
+        """Write the counters into a checkpoint."""
         checkpoint["global_step"] = self._global_step
         loops = checkpoint["loops"]["fit_loop"]
         loops["epoch_loop.state_dict"]["_batches_that_stepped"] = self._stepped
@@ -415,7 +415,7 @@ class _Counts:
 
 
 def loss_of(output: Any) -> Tensor | None:
-    """Return the loss of what a training step returned, as Lightning finds it; it warns where there is none.
+    """The loss in a training step's output, found as by Lightning; warns if there is none.
 
     Raises:
         MisconfigurationException: If it is neither a tensor nor a dictionary with a loss.
@@ -429,8 +429,8 @@ def loss_of(output: Any) -> Tensor | None:
 
 
 def _is_once_a_turn(callback: pl.Callback, hook: str, shares: bool) -> bool:
-    """Return whether a hook looks at the module as it is between clients and at no batch, or has processes meet."""
-    # A LambdaCallback has its hooks on the instance, a mock nowhere.
+    """Whether a hook runs once per turn: it reads the global model and no batch, or synchronises processes."""
+    # A LambdaCallback has hooks as instance attributes; a mock has no real ones.
     defined = None if hook in vars(callback) else getattr(type(callback), hook, None)
     if defined is None:
         return False

@@ -1,4 +1,4 @@
-"""The private parts of Lightning's command line, and of jsonargparse under it, that ours uses."""
+"""Private parts of LightningCLI and jsonargparse that the command line uses."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _NEEDED = (
 
 
 def read_counts_as_counts() -> None:
-    """Have jsonargparse read ``clients_per_round: 10`` as a count and not as the share 10.0, in this process.
+    """Patch jsonargparse to read ``clients_per_round: 10`` as a count and not as the share 10.0.
 
     jsonargparse tries the types of a union in order. It and Lightning make unions by `typing`, whose cache takes
     ``int | float`` and ``float | int`` for one, and returns whichever some library has made first. So the order of the
@@ -45,7 +45,7 @@ def read_counts_as_counts() -> None:
 
 
 def replace_lists_whole() -> None:
-    """Have a list of a configuration take the place of an earlier one, in this process.
+    """Patch jsonargparse so that a configuration's list replaces an earlier one as a whole.
 
     Where both have the same length, jsonargparse gives each element the arguments of the earlier one at its place, even
     if that is of another class: an overlay's EarlyStopping would have the ``mode`` of the recipe's ModelCheckpoint. A
@@ -61,7 +61,7 @@ def replace_lists_whole() -> None:
 
 
 def write_names_as_names() -> None:
-    """Have a configuration keep the name that was given where a function was allowed too, in this process.
+    """Patch jsonargparse to save a name as given, for arguments that also allow a function.
 
     jsonargparse reads ``key: writer`` as a text where no function is called so, and writes what a function may be as an
     import path: it would save ``Unable to serialize instance writer``. The order of the types is no way out, since a
@@ -77,7 +77,7 @@ def write_names_as_names() -> None:
 
 
 def _replace_in_typehints(name: str, replacement: Callable[..., Any]) -> None:
-    """Put a function in the place of a private one of jsonargparse, once; it gets that one as its first argument."""
+    """Wrap a private function of jsonargparse, once; ``replacement`` gets the original as its first argument."""
     hints = getattr(jsonargparse, "_typehints", None)
     as_jsonargparse = getattr(hints, name, None)
     if as_jsonargparse is None or hasattr(as_jsonargparse, "__wrapped__"):
@@ -91,7 +91,7 @@ def _replace_in_typehints(name: str, replacement: Callable[..., Any]) -> None:
 
 
 class SubcommandCLI(LightningCLI):
-    """LightningCLI with three more methods to override: what a subcommand's arguments, optimizers and run are.
+    """A LightningCLI with methods to override for a subcommand's arguments, optimizers and run.
 
     Lightning has no public way for any of them. Where the command line begins with a subcommand, that one alone gets
     its arguments. Lightning adds those of all, which takes longer than to read a recipe.
@@ -120,14 +120,14 @@ class SubcommandCLI(LightningCLI):
         super().__init__(*arguments, **keywords)
 
     def _first_word(self, keywords: dict[str, Any]) -> str | None:
-        """Return the subcommand that the command line begins with, if nothing can be read for another one."""
+        """The subcommand at the start of the command line; ``None`` if other subcommands' arguments may be needed."""
         words = keywords.get("args")
         words = sys.argv[1:] if words is None else words
         known = isinstance(words, list) and bool(words) and words[0] in self.subcommands()
         return words[0] if known and "default_config_files" not in (keywords.get("parser_kwargs") or {}) else None
 
     def add_arguments_of_subcommand(self, parser: LightningArgumentParser, subcommand: str) -> list[str]:
-        """Add arguments to one subcommand's parser.
+        """Add arguments to a subcommand's parser.
 
         Args:
             parser: The subcommand's parser.
@@ -139,15 +139,15 @@ class SubcommandCLI(LightningCLI):
         return []
 
     def install_optimizers(self) -> None:
-        """Give the model the ``configure_optimizers`` that the configuration describes; here, as Lightning does."""
+        """Give the model a ``configure_optimizers`` from the configuration; by default as Lightning does."""
         super()._add_configure_optimizers_method_to_model(self.subcommand)
 
     def run_subcommand(self, subcommand: str) -> None:
-        """Run a subcommand, when everything is built; here, as Lightning does."""
+        """Run a subcommand after everything is built; by default as Lightning does."""
         super()._run_subcommand(subcommand)
 
     def parser_of(self, subcommand: str) -> LightningArgumentParser:
-        """Return a subcommand's parser."""
+        """A subcommand's parser."""
         return self._parser(subcommand)
 
     def _prepare_subcommand_parser(self, klass: type, subcommand: str, **kwargs: Any) -> LightningArgumentParser:

@@ -1,4 +1,4 @@
-"""What the bridge needs of Flower beyond ``flwr.app`` and its sisters."""
+"""Flower's private parts that the bridge uses."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ _RAISED_BY_SITE = ("CLIENT_APP_RAISED_EXCEPTION", "LOAD_CLIENT_APP_EXCEPTION", "
 
 
 def is_passing(error: Error) -> bool:
-    """Return whether a node may answer if it is asked again: what a site's own code raised, it would raise again.
+    """Whether a node's error may be temporary; an error that the site's own code raised is not.
 
     The names of the codes are not public. Where Flower has them elsewhere, every error counts as one that passes, and a
     site is asked again until the server's ``start_timeout``.
@@ -50,20 +50,20 @@ def is_passing(error: Error) -> bool:
 
 
 def error_reply(message: Message, reason: str) -> Message:
-    """Return the answer of a site whose code has failed, with no other text than ``reason``."""
+    """The reply of a site whose code failed; ``reason`` is its only text."""
     codes = getattr(_constant, "ErrorCode", None)
     return Message(Error(getattr(codes, _RAISED_BY_SITE[0], 2), reason), reply_to=message)
 
 
 def is_of_link(error: Exception) -> bool:
-    """Return whether an error of a grid's is of its connection, and not of the message that was read."""
+    """Whether an error of a Flower grid concerns the connection rather than a message's content."""
     kinds = {kind.__module__.partition(".")[0] for kind in type(error).__mro__}
     return isinstance(error, OSError) or not kinds.isdisjoint(_LINKS)
 
 
 @contextmanager
 def bounded_arrays(most: int) -> Iterator[None]:
-    """Refuse, while a message is read, that its arrays have more bytes together.
+    """A context in which reading a message raises an error if its arrays exceed a total size.
 
     Flower joins an array of the chunks that its list of numbers names, and the list may name one any number of times: a
     megabyte then becomes terabytes before anybody sees the message. Where Flower has no such lists, nothing is refused.
@@ -98,7 +98,7 @@ def bounded_arrays(most: int) -> Iterator[None]:
 
 
 def has_secure_aggregation() -> bool:
-    """Return whether Flower's SecAgg+ is where 1.41 has it: workflow and mod are public, their records are not."""
+    """Whether this version of Flower has SecAgg+ where version 1.41 has it."""
     return secaggplus_mod is not None
 
 
@@ -109,7 +109,7 @@ def run_secure_aggregation(
     threshold: float,
     **settings: Any,
 ) -> tuple[list[np.ndarray], list[int]]:
-    """Run Flower's SecAgg+ once.
+    """Run Flower's SecAgg+ protocol once.
 
     Args:
         grid: Has ``send_and_receive``.
@@ -132,7 +132,7 @@ def run_secure_aggregation(
 
 
 class _SumOnly:
-    """What of a Flower strategy and a client manager the workflow calls."""
+    """A minimal strategy and client manager for Flower's SecAgg+ workflow."""
 
     def __init__(self, instructions: Mapping[int, tuple[list[bytes], dict[str, Any]]]) -> None:
         self._instructions = instructions
@@ -168,34 +168,34 @@ def _config(values: dict[str, Any]) -> Any:
 
 
 def read_instructions(content: RecordDict) -> tuple[list[bytes], dict[str, Any]]:
-    """Return what `run_secure_aggregation` sent a node."""
+    """The instructions that `run_secure_aggregation` sent a node."""
     instructions = _compat.recorddict_to_fitins(content, keep_input=True)
     return list(instructions.parameters.tensors), dict(instructions.config)
 
 
 def write_result(arrays: Sequence[np.ndarray], weight: int) -> RecordDict:
-    """Return what Flower's mod takes from the app that it stands around."""
+    """The reply that Flower's SecAgg+ mod expects from the wrapped app."""
     result = FitRes(Status(Code.OK, ""), ndarrays_to_parameters(list(arrays)), weight, {})
     return _compat.fitres_to_recorddict(result, keep_input=False)
 
 
 def configuration_of(content: RecordDict) -> Mapping[str, Any]:
-    """Return what a message says for the protocol."""
+    """A message's configuration of the SecAgg+ protocol."""
     return content.config_records[RECORD_KEY_CONFIGS]
 
 
 def is_secure(content: RecordDict) -> bool:
-    """Return whether a message is one of the protocol."""
+    """Whether a message belongs to the SecAgg+ protocol."""
     return secaggplus_mod is not None and RECORD_KEY_CONFIGS in content.config_records
 
 
 def stage_of(content: RecordDict) -> str:
-    """Return the stage that a message belongs to."""
+    """The protocol stage of a message."""
     return str(configuration_of(content)["stage"])
 
 
 def is_public_key(data: bytes) -> bool:
-    """Return whether bytes are a key that other sites can make a shared one of."""
+    """Whether bytes are a public key with which other sites can derive a shared key."""
     try:
         generate_shared_key(generate_key_pairs()[0], bytes_to_public_key(data))
     except Exception:
@@ -204,11 +204,11 @@ def is_public_key(data: bytes) -> bool:
 
 
 def weight_of(content: RecordDict) -> int:
-    """Return the weight that an answer has."""
+    """The client's weight in a reply."""
     return content.metric_records["fitres.num_examples"]["num_examples"]  # type: ignore[return-value]
 
 
 def limits_of(context: Context) -> tuple[float, float]:
-    """Return the largest number that can be masked, and the largest weight, as the server has announced them."""
+    """The largest maskable number and the largest weight, as configured by the server."""
     state = context.state.config_records[RECORD_KEY_STATE]
     return float(state["clipping_range"]), float(state["max_weight"])  # type: ignore[arg-type]

@@ -1,4 +1,4 @@
-"""The private parts of Lightning, and of torchmetrics with it, that rounds use.
+"""Private parts of Lightning and torchmetrics that rounds use.
 
 Where no public way is named, there is none.
 """
@@ -41,7 +41,7 @@ _ONCE_AN_EPOCH = ("on_train_start", "on_train_epoch_start", "on_train_epoch_end"
 
 
 def check_namespace(trainer: Any, module: Any) -> None:
-    """Refuse a trainer, module, datamodule or callback of ``pytorch_lightning``, whose classes are not Lightning's.
+    """Refuse classes of the package ``pytorch_lightning``, which ``isinstance`` with Lightning's would not match.
 
     Lightning and this package look for classes by ``isinstance``, and would pass over these without a word.
     """
@@ -56,13 +56,13 @@ def check_namespace(trainer: Any, module: Any) -> None:
 
 
 def overrides(listener: pl.Callback | pl.LightningModule | pl.LightningDataModule, hook: str) -> bool:
-    """Return whether Lightning would find another hook there than the one that does nothing.
+    """Whether a callback, module or datamodule overrides one of Lightning's hooks.
 
     Unlike Lightning's own ``is_overridden`` it takes a wrapped hook for one of its own, and any callable will do.
     """
     kinds: tuple[type, ...] = (Callback, pl.LightningModule, pl.LightningDataModule)
     base = next(kind for kind in kinds if isinstance(listener, kind))
-    # A LambdaCallback has its hooks on the instance.
+    # A LambdaCallback has hooks as instance attributes.
     return hook in vars(listener) or getattr(type(listener), hook, None) is not getattr(base, hook)
 
 
@@ -70,18 +70,18 @@ def overridden_transfer(
     trainer: Any,
     hooks: Sequence[str] = ("on_before_batch_transfer", "transfer_batch_to_device", "on_after_batch_transfer"),
 ) -> tuple[Any, str] | None:
-    """Return the module or datamodule that brings batches to the device in its own way, and its hook, if one does."""
+    """The module or datamodule that overrides a hook for moving batches, and that hook; ``None`` if neither does."""
     owners = [owner for owner in (trainer.lightning_module, trainer.datamodule) if owner is not None]
     return next(((owner, hook) for owner in owners for hook in hooks if overrides(owner, hook)), None)
 
 
 def is_training(trainer: Any) -> bool:
-    """Return ``trainer.training``, which compares texts."""
+    """The same as ``trainer.training``, without its slow comparison of strings."""
     return trainer.state.stage is RunningStage.TRAINING
 
 
 def batch_transfer(trainer: Any) -> Callable[[Any], Any]:
-    """Return a function that brings a batch to the device as Lightning's loops do: in the precision, with all hooks."""
+    """A function that moves a batch to the device as Lightning's loops do, with precision conversion and hooks."""
     hook, datamodule = "on_before_batch_transfer", getattr(trainer, "datamodule", None)
     from_data = datamodule is not None and is_overridden(hook, datamodule)
     before = getattr(datamodule if from_data else trainer.lightning_module, hook)
@@ -98,7 +98,7 @@ HOOK = "_current_fx_name"
 
 
 class TrainLoaderSource:
-    """Where the trainer takes its training loader from, and the way to put another one there.
+    """The trainer's source of its training loader, which can be replaced.
 
     ``trainer.fit(model, loader)`` never asks the module or datamodule, so that to override their ``train_dataloader``
     does not reach it.
@@ -109,20 +109,20 @@ class TrainLoaderSource:
         self._users = copy.copy(self._source)
 
     def is_defined(self) -> bool:
-        """Return whether there is a training loader, given to ``fit`` or defined by the module or datamodule."""
+        """Whether there is a training loader, passed to ``fit`` or defined by the module or datamodule."""
         return self._users.instance is not None and self._users.is_defined()
 
     def user_loader(self) -> Any:
-        """Return what the user's own source gives."""
+        """The user's training loader."""
         return self._users.dataloader()
 
     def replaced_by(self, loader: Any) -> AbstractContextManager[None]:
-        """Have the trainer take ``loader`` for a while."""
+        """A context in which ``loader`` is the trainer's training loader."""
         return replaced(self._source, instance=loader)
 
 
 class FitLength:
-    """Answers what the trainer is asked for the length of a fit.
+    """Overrides the trainer's properties that describe the length of a fit.
 
     ``trainer.estimated_stepping_batches`` is ``steps()`` for the whole fit. ``trainer.train_dataloader`` is ``loader``,
     and ``trainer.num_training_batches`` its length, until Lightning loads its data after `settle`.
@@ -138,7 +138,7 @@ class FitLength:
         self._settled = False
 
     def install(self) -> Callable[[], None]:
-        """Answer from now on; return an end."""
+        """Override the properties; return a function that restores them."""
         trainer, loop, kind = self._trainer, self._trainer.fit_loop, type(self._trainer)
 
         def until_settled(name: str, answer: Callable[[], Any]) -> property:
@@ -149,8 +149,8 @@ class FitLength:
 
             return property(answered)
 
-        # A property can be answered by the class alone. Lightning's own loads the data, and modules read the others
-        # then.
+        # Properties need a subclass. Lightning's own estimated_stepping_batches loads the data, after which modules
+        # would read Lightning's values of the others.
         answers = {
             "estimated_stepping_batches": property(lambda trainer: self._steps()),
             "num_training_batches": until_settled("num_training_batches", lambda: len(self._loader)),
@@ -164,31 +164,32 @@ class FitLength:
         return end.close
 
     def settle(self) -> None:
-        """Have Lightning load its data anew, and answer for its loader and that one's length from then on."""
+        """Have Lightning load its data again, and use Lightning's loader and its length from then on."""
         if not self._settled:
             self._settled = True
-            # Asked for its data, the loop has loaded those of an epoch that the fit need not begin with.
+            # When first asked, the loop loaded data of an epoch with which the fit need not begin.
             self._trainer.fit_loop._combined_loader = None
 
 
 def accumulates(trainer: Any) -> bool:
-    """Return whether gradients of several batches are accumulated, in some epoch."""
+    """Whether gradients are accumulated over several batches, in any epoch."""
     schedules = any(isinstance(callback, GradientAccumulationScheduler) for callback in trainer.callbacks)
     return schedules or trainer.accumulate_grad_batches != 1
 
 
 def leave_step(trainer: Any) -> None:
-    """Have nothing of a step that failed stay in the trainer."""
+    """Clear the trainer's traces of a failed step."""
     trainer.lightning_module._current_fx_name = None
     scaler = getattr(trainer.precision_plugin, "scaler", None)
     if scaler is not None:
-        # It would refuse to unscale the next step's gradients. Before its first step it has nothing to forget.
+        # Otherwise the scaler would refuse to unscale the next step's gradients. The error means that it has made no
+        # step yet.
         with suppress(AssertionError):
             scaler.update(scaler.get_scale())
 
 
 class StepCounts:
-    """What Lightning counts of a round's steps, to be brought to what one process would have counted.
+    """Lightning's step counters in a round, which are set to the total of several processes.
 
     Args:
         trainer: The trainer, at the beginning of a round.
@@ -200,22 +201,22 @@ class StepCounts:
         self._logged_steps: int = trainer.fit_loop.epoch_loop._batches_that_stepped
 
     def optimizer_steps(self) -> int:
-        """Return how many steps the optimizers have made in the round."""
+        """The number of optimizer steps in the round."""
         return self._trainer.global_step - self._optimizer_steps
 
     def logged_steps(self) -> int:
-        """Return how many steps loggers have seen in the round."""
+        """The number of steps that loggers counted in the round."""
         return self._trainer.fit_loop.epoch_loop._batches_that_stepped - self._logged_steps
 
     def set(self, optimizer_steps: int, logged_steps: int) -> None:
-        """Count so many steps in the round: of the optimizers, and for loggers."""
+        """Set the round's numbers of optimizer steps and of logged steps."""
         counted = _counted_steps(self._trainer)
         counted.ready = counted.completed = self._optimizer_steps + optimizer_steps
         self._trainer.fit_loop.epoch_loop._batches_that_stepped = self._logged_steps + logged_steps
 
 
 def _counted_steps(trainer: Any) -> Any:
-    """Return what ``global_step`` is read from."""
+    """The counter behind ``global_step``."""
     loop = trainer.fit_loop.epoch_loop
     if trainer.lightning_module.automatic_optimization:
         return loop.automatic_optimization.optim_progress.optimizer.step.total
@@ -223,7 +224,7 @@ def _counted_steps(trainer: Any) -> Any:
 
 
 def refuse_unseen_steps(trainer: Any, acting: str) -> Callable[[], None]:
-    """Refuse steps in manual optimization that pass by ``on_before_optimizer_step``; return an end.
+    """In manual optimization, refuse steps that bypass ``on_before_optimizer_step``; return a function that ends this.
 
     Lightning calls that hook from the ``step()`` of what ``self.optimizers()`` returns, not from the optimizer's own.
     There is no public sign of being inside the former, but steps are counted around it.
@@ -246,14 +247,14 @@ def refuse_unseen_steps(trainer: Any, acting: str) -> Callable[[], None]:
             )
 
     for optimizer in trainer.optimizers:
-        # A wrapper need not have called its base's __init__, and calls no hooks then.
+        # A wrapper may not have called Optimizer.__init__, and then runs no hooks.
         if hasattr(optimizer, "_optimizer_step_pre_hooks"):
             ends.callback(optimizer.register_step_pre_hook(refuse).remove)
     return ends.close
 
 
 def evaluating_everything(trainer: Any) -> AbstractContextManager[None]:
-    """Leave all samples of validation, test and prediction loaders to every process for a while.
+    """A context in which every process evaluates all samples of validation, test and prediction loaders.
 
     The public way is ``Trainer(use_distributed_sampler=False)``, which a strategy cannot set.
     """
@@ -261,16 +262,16 @@ def evaluating_everything(trainer: Any) -> AbstractContextManager[None]:
 
 
 def empty_results(trainer: Any) -> Any:
-    """Return an empty collection of what training steps log, such as Lightning keeps for an epoch."""
+    """A new collection of logged values, such as Lightning keeps for an epoch."""
     return type(trainer.fit_loop.epoch_loop._results)(training=True)
 
 
 @contextmanager
 def logging_as(trainer: Any, hook: str) -> Iterator[None]:
-    """Have what is logged pass for a hook's, among whose values Lightning keeps it."""
+    """A context in which logged values count as logged by ``hook``."""
     module, connector = trainer.lightning_module, trainer._logger_connector
     before, module._current_fx_name = module._current_fx_name, hook
-    # Lightning resets a hook's values in an epoch's first turn where another hook has logged in between.
+    # Otherwise Lightning resets a hook's values in an epoch's first turn, if another hook has logged in between.
     connector._current_fx = hook
     try:
         yield
@@ -280,7 +281,7 @@ def logging_as(trainer: Any, hook: str) -> Iterator[None]:
 
 @contextmanager
 def logging_into(trainer: Any, results: Any, batch: Any) -> Iterator[None]:
-    """Have what a step logs go into another collection for a while, with a batch to weight it by."""
+    """A context in which logged values go to the collection ``results``, weighted by the size of ``batch``."""
     loop, connector = trainer.fit_loop.epoch_loop, trainer._logger_connector
     loop = loop if is_training(trainer) else trainer._evaluation_loop
     results.batch, hook = batch, connector._current_fx
@@ -292,7 +293,7 @@ def logging_into(trainer: Any, results: Any, batch: Any) -> Iterator[None]:
 
 
 def rows_of(batch: Any) -> int | None:
-    """Return what Lightning takes for the size of a batch, if that is soon seen."""
+    """The size of a batch as Lightning infers it, for simple batches; else ``None``."""
     if type(batch) not in (list, tuple):
         return None
     sizes = {each.size(0) if type(each) is Tensor and each.dim() else None for each in batch}
@@ -300,7 +301,7 @@ def rows_of(batch: Any) -> int | None:
 
 
 def pool_training_results(trainer: Any, gather: Callable[[Any], Sequence[Any]]) -> None:
-    """Bring together, in every process, what all of them logged in the steps of an epoch, to be reduced over it.
+    """Combine the logged values of all processes' steps in an epoch, in every process.
 
     Args:
         trainer: The trainer.
@@ -341,13 +342,13 @@ def pool_training_results(trainer: Any, gather: Callable[[Any], Sequence[Any]]) 
 
 def _pool_metric(metric: Metric) -> None:
     metric.sync()
-    # What is synchronised stays until the metric is reset, and is not gathered again when it computes.
+    # Mark the synchronised state as the metric's own, so that it stays until reset() and is not gathered again.
     metric._is_synced, metric._cache, metric._computed, metric._to_sync = False, None, None, False
     metric._update_count = max(1, metric._update_count)
 
 
 class NewFigures:
-    """Tells the figures that have been logged since it was last asked.
+    """Detects figures that were logged since the last call of `take`.
 
     Lightning keeps the tensors of all others in ``callback_metrics``, such as those of a validation some rounds ago.
     """
@@ -356,22 +357,22 @@ class NewFigures:
         self._seen: dict[str, Tensor] = {}
 
     def take(self, logged: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Return those of ``callback_metrics`` that are new."""
+        """The entries of ``callback_metrics`` that are new since the last call."""
         new = {name: value for name, value in logged.items() if value is not self._seen.get(name)}
         self._seen = dict(logged)
         return new
 
 
 def log_figures(trainer: pl.Trainer, figures: dict[str, float]) -> None:
-    """Log numbers of an epoch; `LightningModule.log` takes longer for each than a small client's step does."""
-    # Lightning keeps numbers in the default type, and float32 would round bytes from 16 MiB on.
+    """Log an epoch's numbers; faster than `LightningModule.log`, which takes longer per value than a small step."""
+    # Lightning stores numbers in the default type, and float32 would round byte counts above 16 MiB.
     tensors = {name: torch.tensor(value, dtype=torch.float64) for name, value in figures.items()}
     trainer.callback_metrics.update(tensors)
     trainer._logger_connector.log_metrics(tensors)
 
 
 def validation_logged_for(trainer: Any, epoch: int) -> AbstractContextManager[None]:
-    """Have loggers write an evaluation's figures with another number of the epoch than the running one."""
+    """A context in which loggers write an evaluation's figures under another epoch number than the current one."""
     connector = trainer._logger_connector
     log, missing = connector.log_eval_end_metrics, "epoch" not in connector._logged_metrics
 
@@ -385,7 +386,7 @@ def validation_logged_for(trainer: Any, epoch: int) -> AbstractContextManager[No
 
 @contextmanager
 def with_global_step(trainer: Any) -> Iterator[Callable[[int], None]]:
-    """Give what sets ``trainer.global_step``, which is put back at the end."""
+    """A context that yields a function to set ``trainer.global_step``, and restores the counter."""
     loop = trainer.fit_loop.epoch_loop
     automatic = loop.automatic_optimization.optim_progress.optimizer.step.total
     counts = automatic if trainer.lightning_module.automatic_optimization else loop.manual_optimization
@@ -402,7 +403,7 @@ def with_global_step(trainer: Any) -> Iterator[Callable[[int], None]]:
 
 
 def stops_now(trainer: pl.Trainer) -> bool:
-    """Return whether the fit ends after this batch, in the middle of an epoch or not."""
+    """Whether the fit ends after this batch, possibly in the middle of an epoch."""
     if trainer.max_steps != -1 and trainer.global_step >= trainer.max_steps:
         return True
     enough_epochs = not trainer.min_epochs or trainer.current_epoch >= trainer.min_epochs
@@ -411,7 +412,7 @@ def stops_now(trainer: pl.Trainer) -> bool:
 
 
 def trainer_of(module: nn.Module) -> pl.Trainer | None:
-    """Return the trainer that a module is attached to, if any."""
+    """The trainer that a module is attached to, if any."""
     if not isinstance(module, pl.LightningModule):
         return None
     try:
@@ -422,30 +423,30 @@ def trainer_of(module: nn.Module) -> pl.Trainer | None:
 
 
 def checkpoint_schedule(callback: ModelCheckpoint) -> tuple[int, timedelta | None, bool | None]:
-    """Return every how many steps and after what time a callback saves, and whether it does so at an epoch's end."""
+    """A checkpoint callback's number of steps, time interval, and whether it saves at an epoch's end."""
     return callback._every_n_train_steps, callback._train_time_interval, callback._save_on_train_epoch_end
 
 
 def validation_seconds(trainer: Any) -> float | None:
-    """Return after how many seconds a trainer validates, ``None`` where it goes by batches."""
+    """The seconds between validations; ``None`` if validation depends on batches."""
     return trainer._val_check_time_interval
 
 
 def synchronizes_layers(strategy: Any) -> bool:
-    """Return whether a strategy makes batch normalisation synchronous, as ``Trainer(sync_batchnorm=True)`` asks."""
+    """Whether a strategy uses synchronised BatchNorm, as ``Trainer(sync_batchnorm=True)`` asks."""
     return bool(strategy._layer_sync)
 
 
 def make_one_epoch(trainer: Any, number: int) -> None:
-    """Have the next fit make epoch ``number`` alone; -1: begin a fit and make none."""
+    """Have the next fit run epoch ``number`` only; -1: begin a fit without an epoch."""
     loop = trainer.fit_loop
     done = loop.epoch_progress.current
     done.ready = done.started = done.processed = done.completed = max(number, 0)
     loop.max_epochs = number + 1
-    # Lightning would keep the last epoch's loader where the number of the epoch has not grown.
+    # Otherwise Lightning keeps the previous loader if the epoch's number has not grown.
     loop._combined_loader = None
 
 
 def count_steps(trainer: Any, steps: int) -> None:
-    """Let ``global_step`` count steps that others made: checkpoints are not saved where it stands still."""
+    """Add steps made elsewhere to ``global_step``: checkpoint callbacks save only if it has grown."""
     _counted_steps(trainer).completed += steps

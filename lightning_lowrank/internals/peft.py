@@ -1,4 +1,4 @@
-"""The layers of PEFT, told by their structure: PEFT need not be installed for modules without one.
+"""PEFT's LoRA layers, recognised by their structure, so that PEFT need not be installed.
 
 Changes of quantised base weights are buffers of their layers, which add them to their outputs.
 """
@@ -23,12 +23,12 @@ _PARTS = ("B", "A", "product")
 
 
 def is_base_change(name: str) -> bool:
-    """Return whether a buffer of this name holds the change of a quantised base weight, or a part of it."""
+    """Whether a buffer's name is that of a quantised base weight's change, or of a factor of it."""
     return name.rpartition(".")[2].startswith(_CHANGE)
 
 
 def keep_base_changes(module: nn.Module) -> None:
-    """Let the quantised layers that PEFT wrapped load changes of their base weights from a state dict.
+    """Allow changes of quantised base weights to be loaded from a state dict, in layers that PEFT wrapped.
 
     `FLoRA`, `FedEx` and `CoLR` keep what they change of a quantised weight in buffers of its layer,
     ``lowrank_change_B`` and ``lowrank_change_A``, or ``lowrank_change_product``. `FederatedLoop` calls this function;
@@ -40,7 +40,8 @@ def keep_base_changes(module: nn.Module) -> None:
     """
     for _, layer in peft_layers(module):
         base = layer.get_base_layer()
-        # A hook would keep torch's attention from its fast path, and that has no weight of its own.
+        # A forward hook would disable torch's fast path of attention; MultiheadAttention has no weight of its own
+        # anyway.
         attends = isinstance(base, nn.MultiheadAttention)
         if not attends and not holds_numbers(base) and not why_nothing_beside(base):
             _prepare_for_change(base)
@@ -54,7 +55,7 @@ def _prepare_for_change(layer: nn.Module) -> None:
 
 
 def change_in(layer: nn.Module) -> Parts:
-    """Return the change of a layer's base weight: ``B`` and ``A``, or the ``product`` of them; empty: none."""
+    """A layer's change of its base weight: ``B`` and ``A``, or their ``product``; empty if there is none."""
     buffers = own_buffers(layer)
     return {name: value for name in _PARTS if (value := buffers.get(_CHANGE + name)) is not None}
 
@@ -71,7 +72,7 @@ def set_change(layer: nn.Module, parts: Parts) -> None:
 
 
 def _add_change(layer: nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> Tensor | None:
-    """Add the change of a quantised base weight to what its layer returns; a forward hook."""
+    """A forward hook that adds the change of a quantised base weight to the layer's output."""
     parts = change_in(layer)
     if not parts:
         return None
@@ -84,37 +85,36 @@ def _add_change(layer: nn.Module, inputs: tuple[Tensor, ...], output: Tensor) ->
 
 
 def _make_room_for_change(layer: nn.Module, state: Mapping[str, Tensor], prefix: str, *_: Any) -> None:
-    """Give a layer the buffers of a state dict's change; a pre-hook of `load_state_dict`."""
+    """A pre-hook of `load_state_dict` that registers buffers for a change in the state dict."""
     found = {name: value for name in _PARTS if (value := state.get(f"{prefix}{_CHANGE}{name}")) is not None}
-    # A state dict that has the layer and no change of it is of the layer without one.
+    # A state dict with this layer but without a change removes the change.
     if found or any(key.startswith(prefix) for key in state):
         set_change(layer, {name: torch.empty_like(value) for name, value in found.items()})
 
 
 def holds_numbers(layer: nn.Module) -> bool:
-    """Return whether a layer's weight is a plain tensor of floating-point numbers."""
+    """Whether a layer's weight is a plain floating-point tensor, hence not quantised."""
     weight = getattr(layer, "weight", None)
-    # Quantised weights are integers, as bitsandbytes has them, tensors of a class of their own, as torchao has them, or
-    # are not there at all.
+    # A quantised weight is an integer tensor (bitsandbytes), a tensor subclass (torchao), or missing.
     return isinstance(weight, Tensor) and weight.is_floating_point() and type(weight.data) is Tensor
 
 
 def why_nothing_beside(base: nn.Module) -> str:
-    """Return why a quantised layer cannot add a change of its weight to its outputs; empty if it can."""
+    """Why a quantised layer cannot add a change to its outputs; empty if it can."""
     if isinstance(base, (nn.Embedding, nn.Conv1d, nn.Conv2d, nn.Conv3d)):
         return f"it is quantised, and a change can be kept beside linear layers only, not {type(base).__name__}"
     return ""
 
 
 def peft_layers(module: nn.Module) -> Iterator[tuple[str, Any]]:
-    """The layers that PEFT wrapped with LoRA, by name."""
+    """A module's layers that PEFT wrapped with LoRA, by name."""
     for name, layer in module.named_modules():
         if hasattr(layer, "lora_A") and hasattr(layer, "lora_embedding_A") and hasattr(layer, "get_base_layer"):
             yield name, layer
 
 
 def factor_names(module: nn.Module) -> Iterator[tuple[str, str, str]]:
-    """The layers that PEFT wrapped with LoRA, each with the names of its active adapters' ``B`` and ``A``."""
+    """The LoRA layers of PEFT, each with the names of its active adapters' ``B`` and ``A``."""
     for name, layer in peft_layers(module):
         for adapter in layer.active_adapters:
             if adapter in layer.lora_A:
@@ -124,7 +124,7 @@ def factor_names(module: nn.Module) -> Iterator[tuple[str, str, str]]:
 
 
 def peft_parameters(module: nn.Module) -> tuple[set[Tensor], set[Tensor]]:
-    """Return the parameters of models that PEFT wrapped and trains, and those that PEFT has put there."""
+    """All parameters of models that PEFT wrapped and trains, and the subset that PEFT added."""
     wrapped: set[Tensor] = set()
     adapters: set[Tensor] = set()
     for part in module.modules():
@@ -139,9 +139,9 @@ def peft_parameters(module: nn.Module) -> tuple[set[Tensor], set[Tensor]]:
 
 
 def unlike_convolution(layer: nn.Module) -> str:
-    """Return a convolution's setting that PEFT's adapter of it does not have; an empty string where there is none."""
+    """A setting of a convolution that PEFT's adapter does not reproduce; empty if there is none."""
     if isinstance(layer, nn.Conv1d | nn.Conv2d | nn.Conv3d):
-        # PEFT gives its first convolution the kernel, stride and padding of the base layer, and nothing else.
+        # PEFT copies only kernel, stride and padding from the base layer.
         for setting, value, plain in (
             ("groups", layer.groups, layer.groups == 1),
             ("dilation", layer.dilation, set(layer.dilation) == {1}),

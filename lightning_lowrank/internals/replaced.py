@@ -1,4 +1,4 @@
-"""Attributes of other people's objects that a fit replaces, and the way to put them back."""
+"""Temporary replacement of attributes on other libraries' objects."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ _MISSING = object()
 
 
 def replaced(owner: Any, **attributes: Any) -> AbstractContextManager[None]:
-    """Replace attributes of an object for a while, and put back exactly what was there, also after an error.
+    """A context in which attributes of an object are replaced; restores them exactly, also after an error.
 
     An attribute that the object has from its class is deleted from the object again.
 
@@ -26,7 +26,7 @@ def replaced(owner: Any, **attributes: Any) -> AbstractContextManager[None]:
 
 
 class _Replaced(AbstractContextManager[None]):
-    # A class, because a generator would put them back when nobody holds it any more.
+    # A class, because a generator-based context would restore the attributes when it is garbage-collected.
 
     def __init__(self, owner: Any, attributes: dict[str, Any]) -> None:
         self._owner, self._attributes = owner, attributes
@@ -41,13 +41,13 @@ class _Replaced(AbstractContextManager[None]):
             if value is not _MISSING:
                 setattr(self._owner, name, value)
             else:
-                # A caller may have deleted it.
+                # The caller may have deleted the attribute.
                 vars(self._owner).pop(name, None)
 
 
 def _own(owner: Any, name: str) -> Any:
-    """Return what an object itself has under a name, or what a property of its class keeps there."""
-    # inspect.getattr_static takes several times as long, and logs are replaced in each step of clients together.
+    """The value in an object's own ``__dict__``, or behind a property of its class; a marker if neither exists."""
+    # inspect.getattr_static is several times slower, and this runs in each step of stacked clients.
     for kind in type(owner).__mro__:
         if name in kind.__dict__:
             if hasattr(type(kind.__dict__[name]), "__set__"):

@@ -1,4 +1,4 @@
-"""The private parts of torch that this package uses."""
+"""Private parts of torch that this package uses."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ from torch.utils.data import DataLoader
 
 from lightning_lowrank.internals.replaced import replaced
 
-# Tensors that `torch.func.vmap` maps
+# Tensors inside torch.func.vmap
 
 is_mapped = is_batchedtensor
 is_transformed = is_functorch_wrapped_tensor
@@ -43,13 +43,13 @@ values_of = get_unwrapped
 
 
 def stack_of(tensor: Tensor) -> Tensor:
-    """The stack that a mapped tensor stands for, the mapped dimension first."""
+    """The stack behind a mapped tensor, with the mapped dimension first."""
     stack, dimension = get_unwrapped(tensor), maybe_get_bdim(tensor)
     return stack if dimension == 0 else stack.movedim(dimension, 0)
 
 
 def mapped(stack: Tensor, dimension: int = 0) -> Tensor:
-    """The mapped tensor that stands for a stack, inside one map, given the mapped dimension."""
+    """A mapped tensor for a stack, for use inside a single vmap; ``dimension`` is the mapped one."""
     return _add_batch_dim(stack, dimension, 1)
 
 
@@ -57,7 +57,7 @@ def mapped(stack: Tensor, dimension: int = 0) -> Tensor:
 
 
 def device_module(device: torch.device) -> Any:
-    """Return torch's module of an accelerator, such as ``torch.cuda``; ``None`` for the CPU, or where there is none.
+    """The torch module of an accelerator, such as ``torch.cuda``; ``None`` for the CPU or if torch has none.
 
     Example:
         >>> device_module(torch.device("cpu")) is None
@@ -67,7 +67,7 @@ def device_module(device: torch.device) -> Any:
 
 
 def synchronize(device: torch.device) -> None:
-    """Wait until a device has done what it was asked for, where it says so."""
+    """Wait until a device has finished its queued operations, if it supports that."""
     module = device_module(device)
     if hasattr(module, "synchronize"):
         module.synchronize()
@@ -75,7 +75,7 @@ def synchronize(device: torch.device) -> None:
 
 @functools.cache
 def has_float64(kind: str) -> bool:
-    """Return whether devices of a kind have float64; those of Apple and some of Intel have not.
+    """Whether a kind of device supports float64; Apple's and some of Intel's do not.
 
     Example:
         >>> has_float64("cpu"), has_float64("mps")
@@ -94,7 +94,7 @@ def has_float64(kind: str) -> bool:
 
 
 def schedule_length(scheduler: Any) -> int | None:
-    """Return after how many steps a schedule has come to its end, ``None`` where that is not known.
+    """The number of steps after which a schedule ends; ``None`` if unknown.
 
     Example:
         >>> optimizer = torch.optim.SGD([torch.zeros(1)], lr=0.1)
@@ -107,7 +107,7 @@ def schedule_length(scheduler: Any) -> int | None:
         lengths = [schedule_length(part) for part in (parts[-1:] if begins else parts)]
         known = [length for length in lengths if length is not None]
         return begins + max(known) if known else None
-    # Those of transformers are functions with their arguments bound.
+    # Schedules of transformers are functools.partial functions with the number of steps as an argument.
     functions = [getattr(function, "keywords", {}) for function in getattr(scheduler, "lr_lambdas", ())]
     found = [getattr(scheduler, name, None) for name in ("total_steps", "T_max", "total_iters")]
     found += [arguments.get("num_training_steps") for arguments in functions]
@@ -118,7 +118,7 @@ def schedule_length(scheduler: Any) -> int | None:
 
 
 def as_rows(stack: Tensor) -> Tensor:
-    """Return stacked tensors as rows. Those without dimensions are rows of one number.
+    """Flatten each tensor of a stack to a row; scalars become rows of one number.
 
     Example:
         >>> as_rows(torch.zeros(5, 2, 3)).shape, as_rows(torch.zeros(5)).shape
@@ -128,7 +128,7 @@ def as_rows(stack: Tensor) -> Tensor:
 
 
 def add_each(tensors: Sequence[Tensor], others: Sequence[Tensor], alpha: float = 1) -> None:
-    """Add ``alpha`` times its counterpart to each tensor, in place."""
+    """In place: ``tensor += alpha * other`` for each pair."""
     if len({tensor.device for tensor in tensors}) < 2:
         torch._foreach_add_(list(tensors), list(others), alpha=alpha)
         return
@@ -137,24 +137,24 @@ def add_each(tensors: Sequence[Tensor], others: Sequence[Tensor], alpha: float =
 
 
 def divide_each(tensors: Sequence[Tensor], divisor: float) -> Sequence[Tensor]:
-    """Each tensor divided by a number."""
+    """The quotients of tensors and a number."""
     if len({tensor.device for tensor in tensors}) < 2:
         return torch._foreach_div(list(tensors), divisor)
     return [tensor / divisor for tensor in tensors]
 
 
 def copy_each(tensors: Sequence[Tensor], values: Sequence[Tensor]) -> None:
-    """Copy its counterpart into each tensor, in place."""
+    """In place: copy each value into the tensor at the same position."""
     torch._foreach_copy_(list(tensors), list(values))
 
 
-# Backward passes without what surrounds them for other uses
+# Backward passes without torch's overhead
 
 _BACKWARDS = Tensor.backward, torch.autograd.backward
 
 
 def run_backward(loss: Tensor) -> None:
-    """Do what ``loss.backward()`` does; for one number, without what torch looks at for tensors of other kinds.
+    """The same as ``loss.backward()``, faster for plain scalars because torch's checks are skipped.
 
     For a small model that is a twentieth of a client's step.
     """
@@ -173,16 +173,16 @@ def run_backward(loss: Tensor) -> None:
     _engine_run_backward((loss,), (ones,), False, False, (), allow_unreachable=True, accumulate_grad=True)
 
 
-# Optimizers without what surrounds them for profilers
+# Optimizers without torch's overhead for profilers
 
 _ZERO_GRAD = Optimizer.zero_grad
 _SGD_STEP = inspect.unwrap(SGD.step)
-# Each class's `step` is wrapped by functions of one code, which run the hooks and tell a profiler.
+# Each optimizer class's `step` is wrapped by a function with this code, which runs hooks and reports to the profiler.
 _AROUND_STEP = Optimizer.profile_hook_step(lambda optimizer: None).__code__
 
 
 def drop_gradients(optimizer: Optimizer) -> None:
-    """Do what ``optimizer.zero_grad()`` does; where nothing listens, without telling a profiler of it.
+    """The same as ``optimizer.zero_grad()``, without a report to the profiler if none is active.
 
     To tell takes longer than to drop the gradients of a small model.
     """
@@ -196,7 +196,7 @@ def drop_gradients(optimizer: Optimizer) -> None:
 
 
 def is_heard(optimizer: Optimizer) -> bool:
-    """Whether hooks or replaced methods may hear of an optimizer's steps.
+    """Whether hooks or replaced methods may observe an optimizer's steps.
 
     A schedule counts the steps, which does not count.
     """
@@ -211,7 +211,7 @@ def is_heard(optimizer: Optimizer) -> bool:
 
 
 def is_on(device: torch.device, batch: Any) -> bool:
-    """Return whether all that a batch holds is seen to be on a device."""
+    """Whether a batch is known to be on a device entirely; ``False`` for unknown types."""
     kind = type(batch)
     if kind is Tensor:
         return bool(batch.device == device)
@@ -221,7 +221,7 @@ def is_on(device: torch.device, batch: Any) -> bool:
 
 
 def bare_step(optimizer: Optimizer) -> Callable[..., Any]:
-    """Return ``optimizer.step``; where nothing listens, without what torch puts around it for hooks and profilers."""
+    """``optimizer.step``, without torch's wrapper for hooks and profilers if none is active."""
     step = type(optimizer).step
     if "step" in vars(optimizer) or is_heard(optimizer) or _profiler_enabled():
         return optimizer.step
@@ -231,7 +231,7 @@ def bare_step(optimizer: Optimizer) -> Callable[..., Any]:
 
 
 def _sgd_step(optimizer: SGD, closure: Callable[[], Any] | None = None) -> Any:
-    """Do what ``SGD.step`` does, on a CPU without the lists that it makes for steps of other kinds.
+    """The same as ``SGD.step``, on the CPU without torch's lists for other kinds of steps.
 
     For a small model they take a third of its time. The operations are the same, one parameter after another.
     """
@@ -251,7 +251,7 @@ def _sgd_step(optimizer: SGD, closure: Callable[[], Any] | None = None) -> Any:
 
 
 def steps_singly(group: Mapping[str, Any]) -> bool:
-    """Return whether torch's SGD would step a group as `sgd_update` does, and by options that are plain numbers."""
+    """Whether `sgd_update` does the same as torch's SGD for a parameter group."""
     if group["maximize"] or group["foreach"] or group.get("fused") or group.get("differentiable"):
         return False
     for name in ("lr", "weight_decay", "momentum", "dampening"):
@@ -268,7 +268,7 @@ def sgd_update(
     gradient: Tensor,
     weight_decay: float,
 ) -> None:
-    """Do to one tensor what torch's SGD does on a CPU, with the same operations.
+    """Update one tensor with the operations of torch's SGD on a CPU.
 
     Args:
         optimizer: Has the state.
@@ -304,7 +304,7 @@ def adam_step(
     lr: float,
     eps: float,
 ) -> Callable[[Sequence[Tensor]], None]:
-    """Return a function that takes a step of Adam (0.9 and 0.999) on contiguous tensors in place, given gradients.
+    """A function that makes steps of Adam (betas 0.9 and 0.999) on contiguous tensors, in place, given gradients.
 
     On another device than a CPU or CUDA, the steps are those of ``torch.optim.adam.adam``.
 
@@ -335,7 +335,7 @@ def adam_step(
     return single
 
 
-# What a module holds itself
+# Tables of a module's own parameters, buffers and children
 
 TABLES = ("_parameters", "_buffers", "_non_persistent_buffers_set", "_modules")
 """The attributes in which a module registers what it holds."""
@@ -345,7 +345,7 @@ COMPILED = "_compiled_call_impl"
 
 
 def own_parameters(module: nn.Module) -> MutableMapping[str, Any]:
-    """Return the table of the parameters that a module holds itself, for reading and writing.
+    """A module's own table of parameters, without those of submodules, for reading and writing.
 
     There is no public way: ``named_parameters`` leaves out what is registered as ``None``, and ``register_parameter``
     refuses the name of a property.
@@ -354,28 +354,28 @@ def own_parameters(module: nn.Module) -> MutableMapping[str, Any]:
 
 
 def own_buffers(module: nn.Module) -> MutableMapping[str, Any]:
-    """Return the table of the buffers that a module holds itself, for reading and writing; see `own_parameters`."""
+    """A module's own table of buffers, for reading and writing; see `own_parameters`."""
     return module._buffers
 
 
 def has_hooks(tensor: Tensor) -> bool:
-    """Return whether somebody is told of a tensor's gradient, as by `Tensor.register_hook`."""
+    """Whether a tensor has gradient hooks, as from `Tensor.register_hook`."""
     return bool(tensor._backward_hooks or getattr(tensor, "_post_accumulate_grad_hooks", None))
 
 
 def backward_hooks(module: nn.Module) -> bool:
-    """Return whether somebody is told of gradients in a module."""
+    """Whether a module has backward hooks."""
     return bool(module._backward_hooks or module._backward_pre_hooks)
 
 
 def global_hooks() -> bool:
-    """Return whether somebody is told of every module's calls or of gradients in them."""
+    """Whether torch has global module hooks."""
     tables = ("forward", "forward_pre", "backward", "backward_pre")
     return any(getattr(torch.nn.modules.module, f"_global_{table}_hooks", None) for table in tables)
 
 
 def sharing_memory(named: Iterable[tuple[str, Tensor]]) -> list[tuple[str, str]]:
-    """Return the names of tensors, each two objects, that have an element in common in memory."""
+    """Pairs of names of different tensors that overlap in memory."""
     places: dict[int, list[tuple[int, int, str]]] = {}
     for name, tensor in named:
         if tensor.layout is torch.strided and not tensor.is_meta and not is_lazy(tensor) and tensor.numel():
@@ -386,7 +386,7 @@ def sharing_memory(named: Iterable[tuple[str, Tensor]]) -> list[tuple[str, str]]
             try:
                 storage = tensor.untyped_storage().data_ptr()
             except (RuntimeError, NotImplementedError):
-                # A tensor class of its own, or one that has no numbers.
+                # A tensor subclass, or a tensor without storage.
                 continue
             places.setdefault(storage, []).append((begin * tensor.itemsize, end * tensor.itemsize, name))
     found = []
@@ -397,12 +397,12 @@ def sharing_memory(named: Iterable[tuple[str, Tensor]]) -> list[tuple[str, str]]
 
 
 def version_of(tensor: Tensor) -> int:
-    """Return how often a tensor has been changed in place, always 0 for those of the inference mode."""
+    """A tensor's version counter, which counts changes in place; 0 for inference tensors."""
     return 0 if tensor.is_inference() else tensor._version
 
 
 def is_unchanged(before: Tensor, version: int, now: Tensor) -> bool:
-    """Return whether a tensor is another one's memory, as of this `version_of`, as ``detach`` gives it.
+    """Whether ``now`` shares all memory of ``before``, as after ``detach``, and nothing was written since ``version``.
 
     Example:
         >>> value = torch.zeros(2)
@@ -417,7 +417,7 @@ def is_unchanged(before: Tensor, version: int, now: Tensor) -> bool:
 
 
 def own_children(module: nn.Module) -> MutableMapping[str, Any]:
-    """Return the table of the modules that a module holds itself.
+    """A module's own table of submodules.
 
     There is no public way: ``named_children`` names a child that is registered twice only once.
     """
@@ -426,7 +426,7 @@ def own_children(module: nn.Module) -> MutableMapping[str, Any]:
 
 @contextmanager
 def recurrent_weights_kept(module: nn.Module) -> Iterator[None]:
-    """Let recurrent layers end with the lists of their weights that they began with.
+    """A context that restores recurrent layers' internal lists of weights.
 
     A layer that is called with other weights by `torch.func.functional_call` keeps these in lists until its next call.
     There is no public way to refresh them, and tensors inside a transform mean nothing outside of it.
@@ -442,7 +442,7 @@ def recurrent_weights_kept(module: nn.Module) -> Iterator[None]:
 
 
 def written(tensor: Tensor) -> tuple[int, int]:
-    """Return what changes when a tensor is written in place, or given other data.
+    """A fingerprint of a tensor's memory: it changes with writes in place and with new data.
 
     Weights of 4 bits of bitsandbytes count as never written: for evaluation on some CPUs it packs them anew.
     """
@@ -452,11 +452,11 @@ def written(tensor: Tensor) -> tuple[int, int]:
 
 
 def digest_of(tensor: Tensor) -> str:
-    """Return a digest of a tensor's type, shape and numbers, the same on all devices."""
+    """A digest of a tensor's type, shape and numbers, equal on all devices."""
     found = hashlib.blake2b(f"{tensor.dtype} {list(tensor.shape)}".encode(), digest_size=16)
     tensor = tensor.detach()
     flatten = getattr(tensor, "__tensor_flatten__", None)
-    # A quantised tensor of a class of its own is several plain ones.
+    # A quantised tensor subclass consists of several plain tensors.
     for part in [tensor] if flatten is None else [getattr(tensor, name) for name in flatten()[0]]:
         flat = part.cpu().contiguous().flatten()
         found.update(flat.view(torch.uint8).numpy().data)
@@ -464,12 +464,12 @@ def digest_of(tensor: Tensor) -> str:
 
 
 def quantised_to_4_bits(tensor: Tensor) -> bool:
-    """Return whether a weight is packed numbers of 4 bits of bitsandbytes, which nothing but it can write."""
+    """Whether a weight is a packed 4-bit tensor of bitsandbytes, which only that library can write."""
     return getattr(tensor, "quant_state", None) is not None
 
 
 def copy_versions(source: Any, target: Any) -> None:
-    """Let one state dict tell the versions of the modules that another tells.
+    """Copy the module versions in one state dict's metadata to another.
 
     Some modules of torch load a state dict without them as one of their first version. Where state dicts have no
     versions, nothing is copied.
@@ -482,7 +482,7 @@ def copy_versions(source: Any, target: Any) -> None:
 
 
 def read_by(loader: DataLoader, begin: Callable[[], Callable[[list[int]], Any] | None]) -> Callable[[], None] | None:
-    """Have a loader without workers read its batches by a function, and do all else as before but for pinning them.
+    """Have a loader without workers read batches by a function; everything else stays, except for pinning.
 
     There is no public way: another dataset or collate function would be seen in the loader's attributes, and another
     loader in the trainer. Under a torch without these parts the loader reads as before.
@@ -512,7 +512,7 @@ def read_by(loader: DataLoader, begin: Callable[[], Callable[[list[int]], Any] |
         iterator, read = make_iterator(), begin()
         fetcher: Any = getattr(iterator, "_dataset_fetcher", None)
         if read is not None and hasattr(fetcher, "fetch") and hasattr(iterator, "_pin_memory"):
-            # torch refuses to pin tensors of a device.
+            # torch refuses to pin tensors that are on a device.
             iterator._pin_memory = False
             fetcher.fetch = read
         return iterator
@@ -522,7 +522,7 @@ def read_by(loader: DataLoader, begin: Callable[[], Callable[[list[int]], Any] |
     return ends.close
 
 
-# Common base classes, which users derive from as well
+# Common private base classes of layers
 
 
 BATCH_NORMS = (nn.modules.batchnorm._BatchNorm,)
@@ -538,26 +538,26 @@ CONVOLUTIONS = (nn.modules.conv._ConvNd,)
 """The classes of all convolutions, transposed ones too, for ``isinstance``. Lazy ones are among them."""
 
 
-# Modes
+# Dispatch modes
 
 
 def writes(operation: Any) -> bool:
-    """Return whether an operation that such a mode sees changes its first argument; ``False`` where it doesn't tell."""
+    """Whether an operation seen by a dispatch mode changes its first argument; ``False`` if unknown."""
     return bool(getattr(getattr(operation, "_schema", None), "is_mutable", False))
 
 
 def own_shape(tensor: Tensor, shape: Sequence[int]) -> Tensor:
-    """A tensor in another shape that torch takes for no view. The tensor itself is not to be used any more."""
+    """A tensor in another shape that torch does not consider a view; the original must not be used again."""
     return torch.ops.aten._unsafe_view(tensor, shape)
 
 
 def storage_key(tensor: Tensor) -> int:
-    """What a tensor, mapped or not, has in common with its views, and with no other living tensor."""
-    # Tensors of the meta device have no address of their data.
+    """An identifier of a tensor's storage, which its views share, inside vmap as well."""
+    # Not data_ptr(), which meta tensors do not have.
     return (values_of(tensor) if is_mapped(tensor) else tensor).untyped_storage()._cdata
 
 
 def random_states(*devices: torch.device) -> list[Tensor]:
-    """Return the states of torch's generators of the CPU and of devices."""
+    """The states of torch's generators of the CPU and of ``devices``."""
     modules = [(device_module(device), device) for device in devices if device.type != "cpu"]
     return [torch.get_rng_state(), *(it.get_rng_state(on) for it, on in modules if hasattr(it, "get_rng_state"))]

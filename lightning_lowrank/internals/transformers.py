@@ -1,4 +1,4 @@
-"""What of transformers is changed while a training step is mapped over clients or samples.
+"""A patch of transformers for training steps that are mapped over clients or samples.
 
 transformers looks at the values of masks, to leave out those that hide nothing, and of tokens, to warn of padding.
 Values may differ between clients, and from one step to the next. `ClientStack` and `SampleGradients` keep it from that.
@@ -16,13 +16,13 @@ from torch import Tensor
 from lightning_lowrank.internals.replaced import replaced
 from lightning_lowrank.internals.torch import is_transformed
 
-# Modules that ask is_tracing() before they look at values.
+# Modules that call is_tracing() before they read values.
 _ASKING = ("transformers.masking_utils", "transformers.modeling_utils")
 
 
 @contextmanager
 def values_unseen() -> Iterator[None]:
-    """Keep transformers from a look at the values of mapped tensors, as while it is traced.
+    """A context in which transformers does not read values of mapped tensors, as if it were traced.
 
     Where a mask hides nothing, results are the same up to rounding.
     """
