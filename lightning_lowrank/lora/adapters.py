@@ -1,4 +1,4 @@
-"""A module's LoRA adapters as pairs of factors: what `FedLoRA` and the PEFT formats read and write.
+"""LoRA adapters of a module as pairs of factors, for `FedLoRA` and the PEFT formats.
 
 An adapter is a low-rank layer of this package or a layer that PEFT wrapped. Either way its factors are parameters of
 the module; here they become `LowRankPair`s of one orientation, ``[outputs, inputs]``, and back.
@@ -62,7 +62,7 @@ class Adapter(ABC):
     @property
     @abstractmethod
     def scaling(self) -> float:
-        """What the layer multiplies the product of its factors with; may be set."""
+        """The factor by which the layer multiplies the product ``B A``; may be set."""
 
     @scaling.setter
     @abstractmethod
@@ -70,15 +70,15 @@ class Adapter(ABC):
 
     @abstractmethod
     def scaling_at(self, rank: int) -> float:
-        """Return the scaling of an adapter of another rank with the same α."""
+        """The scaling of an adapter of another rank with the same α."""
 
     @abstractmethod
     def matrix(self, name: Name, value: Tensor) -> Tensor:
-        """Return a factor as `LowRankPair` has it, a view of the parameter's value or part of it."""
+        """A factor in the orientation of `LowRankPair`, as a view of the parameter's value or a part of it."""
 
     @abstractmethod
     def value(self, name: Name, matrix: Tensor) -> Tensor:
-        """Return the inverse of `matrix`."""
+        """A factor in the parameter's own shape; the inverse of `matrix`."""
 
     @torch.no_grad()
     def fold(self, change: LowRankPair | Tensor, add: Add = Tensor.add_) -> None:
@@ -102,7 +102,7 @@ class Adapter(ABC):
 
     @property
     def beside(self) -> Parts:
-        """The change of a quantised base weight, in buffers of its layer, which adds it to its outputs; may be set.
+        """The change of a quantised base weight, in buffers; the layer adds its product to the outputs; may be set.
 
         Either ``B`` and ``A``, whose product it is, or the ``product`` itself, in single precision. Empty: none.
         """
@@ -114,7 +114,7 @@ class Adapter(ABC):
 
     @torch.no_grad()
     def added_beside(self, parts: Parts, change: LowRankPair | Tensor) -> Parts:
-        """Return the sum of a change that is kept `beside` the base weight and another one.
+        """The sum of two changes of a quantised base weight, kept as factors or as a matrix.
 
         The factors are put side by side, until the matrix has fewer numbers.
         """
@@ -133,27 +133,27 @@ class Adapter(ABC):
 
     @abstractmethod
     def as_base_matrix(self, weight: Tensor) -> Tensor:
-        """Return a tensor of the base weight's shape as a matrix, ``[outputs, inputs]``."""
+        """A tensor of the base weight's shape as a matrix, ``[outputs, inputs]``."""
 
     def slots(self, name: Name, value: Tensor, rank: int) -> Tensor:
-        """Return the first slots of a factor, ``rank`` of them, in the parameter's own orientation."""
+        """The first ``rank`` rank slots of a factor, in the parameter's own orientation."""
         if rank == self.rank:
             return value
         return self.value(name, self.matrix(name, value).narrow(1 if name == "B" else 0, 0, rank))
 
     def pair(self, tensors: Mapping[str, Tensor], rank: int, scaling: float) -> LowRankPair:
-        """Return the pair of the first slots from tensors by the parameters' names."""
+        """The pair of the first ``rank`` slots, from tensors by the parameters' names."""
         left, right = (self.matrix(name, tensors[self.parameters[name]]) for name in ("B", "A"))
         return LowRankPair(left[:, :rank], right[:rank], scaling)
 
     def tensors(self, pair: LowRankPair, scaling: float, folded: Collection[Name]) -> dict[str, Tensor]:
-        """Return a pair's factors by the parameters' names, for a scaling, filled with zeros to the adapter's rank."""
+        """A pair's factors by the parameters' names, for ``scaling``, padded with zeros to the adapter's rank."""
         full = pair.resized(self.rank, scaling, folded)
         return {self.parameters[name]: self.value(name, getattr(full, name)).contiguous() for name in ("B", "A")}
 
 
 class Adapters:
-    """A module's adapters, with the scalings that they have now.
+    """A module's adapters, with their scalings when this object was made.
 
     Args:
         layers: The adapters by the names of their layers.
@@ -167,12 +167,12 @@ class Adapters:
         }
 
     def __iter__(self) -> Iterator[tuple[str, Adapter, float]]:
-        """Each layer's name, adapter and scaling."""
+        """Iterate over layer names, adapters and scalings."""
         return ((layer, adapter, self.scalings[layer]) for layer, adapter in self.layers.items())
 
 
 class _LayerAdapter(Adapter):
-    """A low-rank layer of this package."""
+    """The adapter of a low-rank layer of this package."""
 
     def __init__(self, name: str, layers: list[LowRankLayer], unfoldable: str) -> None:
         first = layers[0]
@@ -212,7 +212,7 @@ class _LayerAdapter(Adapter):
         return matrix.T if layer.first_is_input else matrix
 
     def tensors(self, pair: LowRankPair, scaling: float, folded: Collection[Name]) -> dict[str, Tensor]:
-        """Return a pair's factors as `Adapter.tensors` does, with zeros for the padding of an embedding."""
+        """See `Adapter.tensors`; the row of an embedding's padding is zero."""
         found = super().tensors(pair, scaling, folded)
         return {
             self.parameters[which]: self._without_padding(factor, found[self.parameters[which]])
@@ -226,13 +226,13 @@ class _LayerAdapter(Adapter):
         layer.add_to_frozen(self._without_padding("U", weight), add)
 
     def _without_padding(self, factor: str, value: Tensor) -> Tensor:
-        # Another layer of the same factors, such as a tied output, trains the row as any other.
+        # A tied layer of the same factors without padding, such as an output layer, trains this row.
         alike = len({getattr(layer, "padding_idx", None) for layer in self._layers}) == 1
         return self._layers[0].without_padding(factor, value) if alike else value
 
 
 class _PeftAdapter(Adapter):
-    """A layer that PEFT wrapped: ``lora_A`` and ``lora_B`` of a linear layer, convolution or embedding."""
+    """The adapter of a layer that PEFT wrapped, with ``lora_A`` and ``lora_B``: linear, convolution or embedding."""
 
     def __init__(self, name: str, layer: Any, adapter: str, unfoldable: str) -> None:
         self._layer, self._adapter = layer, adapter
@@ -268,7 +268,7 @@ class _PeftAdapter(Adapter):
 
     def value(self, name: Name, matrix: Tensor) -> Tensor:
         kernel = self._shapes[name][2:]
-        # A size of -1 is ambiguous where there are no rows.
+        # An explicit size: -1 is ambiguous for matrices without rows.
         return matrix.reshape(len(matrix), matrix.shape[1] // math.prod(kernel), *kernel)
 
     @property
@@ -299,7 +299,7 @@ class _PeftAdapter(Adapter):
 
 
 def find_adapters(module: nn.Module, adapter: str | None = None) -> dict[str, Adapter]:
-    """Return a module's LoRA adapters by the names of their layers.
+    """A module's LoRA adapters, by the names of their layers.
 
     Args:
         module: A module with low-rank layers of role ``"update"`` and a `MatrixProduct`, or one that holds a model that
@@ -338,7 +338,7 @@ def find_adapters(module: nn.Module, adapter: str | None = None) -> dict[str, Ad
     for name, (layer, existing) in wrapped.items():
         chosen = [one for one in (layer.active_adapters if adapter is None else [adapter]) if one in existing]
         if not chosen:
-            # The layer is another adapter's.
+            # The layer belongs to another adapter.
             continue
         reason = _why_not_plain(layer, chosen)
         if reason:
@@ -353,7 +353,7 @@ def find_adapters(module: nn.Module, adapter: str | None = None) -> dict[str, Ad
 def _why_unfoldable(
     module: nn.Module, layer: Any, base: nn.Module, adapter: str, holders: Mapping[Tensor, Sequence[str]]
 ) -> str:
-    """Return why a layer of PEFT's cannot take a change of its base weight."""
+    """Why a layer that PEFT wrapped cannot take a change of its base weight; empty if it can."""
     unlike = unlike_convolution(base)
     if unlike:
         return f"its convolution has {unlike}, and PEFT's adapter of it has not"
@@ -366,7 +366,7 @@ def _why_unfoldable(
 
 
 def _refuse_other_methods(module: nn.Module, adapter: str | None) -> None:
-    """Refuse adapters of PEFT that are all of other methods than LoRA, such as IA3, LoHa or AdaLoRA."""
+    """Raise if PEFT's adapters are all of other methods than LoRA, such as IA3, LoHa or AdaLoRA."""
     configs = [config for part in module.modules() for config in [getattr(part, "peft_config", None)]]
     methods = {
         str(getattr(each.peft_type, "value", each.peft_type))
@@ -383,7 +383,7 @@ def _refuse_other_methods(module: nn.Module, adapter: str | None) -> None:
 
 
 def _shared_with(module: nn.Module, holders: Sequence[str], layers: Sequence[nn.Module]) -> str:
-    """Return which parameters are the same tensor as the weight of these layers."""
+    """A note on parameters that are tied to the weight of these layers; empty if there are none."""
     others = [name for name in holders if all(module.get_submodule(name.rpartition(".")[0]) is not i for i in layers)]
     return f"it is shared with {', '.join(others)}" if others else ""
 
@@ -406,7 +406,7 @@ def _why_not_plain(layer: Any, chosen: list[str]) -> str:
     (adapter,) = chosen
     if hasattr(layer, "parameter_name"):
         return "it adapts a parameter that is no layer's weight (target_parameters)"
-    # DoRA's magnitudes are parameters beside the factors.
+    # DoRA is allowed: its magnitudes are parameters of their own.
     if getattr(layer, "lora_variant", {}).get(adapter) and not getattr(layer, "use_dora", {}).get(adapter):
         return f"it is the variant {type(layer.lora_variant[adapter]).__name__} of LoRA"
     if getattr(layer, "lora_bias", {}).get(adapter):

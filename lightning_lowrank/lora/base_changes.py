@@ -1,4 +1,4 @@
-"""Changes of base weights that operators make: what is announced, and what every side does with it."""
+"""Changes of base weights by operators: their announcement, and their application on server and clients."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from lightning_lowrank.lora.operator import Operator
 from lightning_lowrank.lora.pairs import LowRankPair
 from lightning_lowrank.seeding import derive_seed
 
-# Stands for both factors of a change in messages if the matrix takes fewer bytes than they.
+# Key in messages of a change's dense matrix, which is sent if it takes fewer bytes than its two factors.
 _PRODUCT = "product"
 
 
 class BaseChanges:
-    """What an operator changes of frozen weights, and the factors that it redraws.
+    """An operator's changes of frozen weights, and its redrawn factors.
 
     ``base.state`` keeps the drawn factors as ``"factors"``, the number of the draw as ``"draw"``, and the changes of
     quantised weights as ``"beside"``.
@@ -36,7 +36,7 @@ class BaseChanges:
         self.adapters = Adapters({})
 
     def begin(self, base: Base, trained: Mapping[str, Tensor]) -> None:
-        """Take up earlier changes of quantised weights; fold what was learnt before, and draw, if factors are drawn."""
+        """Adopt earlier changes of quantised weights; if factors are drawn, fold the trained ones and draw others."""
         layers = self.adapters.layers
         earlier = {layer: adapter.beside for layer, adapter in layers.items() if adapter.beside}
         if earlier:
@@ -50,14 +50,14 @@ class BaseChanges:
             copy_into(trained, base.state["factors"])
 
     def configure(self, base: Base) -> None:
-        """Give each quantised layer its change."""
+        """Set the change of each quantised layer."""
         beside = base.state.get("beside", {})
         for layer, adapter in self.adapters.layers.items():
             if adapter.quantised:
                 adapter.beside = beside.get(layer, {})
 
     def announcement(self, found: Mapping[str, Broadcast], round_number: int) -> dict[str, Tensor]:
-        """The tensors that tell every side a round's changes."""
+        """The tensors that announce a round's changes to all clients."""
         announced: dict[str, Tensor] = {}
         names = self._operator.sent_down_of_change(round_number)
         for layer, result in found.items():
@@ -66,8 +66,8 @@ class BaseChanges:
             change = result.change.resized(
                 result.change.rank, self.adapters.scalings[layer], self._operator.absorbing(round_number)
             )
-            # The factors of many clients side by side can take more bytes than the matrix, which is in single
-            # precision as the product of factors of 16 bits is.
+            # The concatenated factors of many clients can take more bytes than their product, which is in single
+            # precision if the factors have 16 bits.
             dense = math.prod(change.shape) * working_dtype(change.B.dtype).itemsize
             if len(names) == 2 and change.rank * sum(change.shape) * change.B.dtype.itemsize > dense:
                 announced[f"{layer}.change.{_PRODUCT}"] = change.in_working_dtype().product()
@@ -76,7 +76,7 @@ class BaseChanges:
         return announced
 
     def apply(self, base: Base, announced: Mapping[str, Tensor]) -> None:
-        """Fold announced changes into the base weights, and draw the next round's factors if factors are drawn."""
+        """Fold announced changes into the base weights; if factors are drawn, draw those of the next round."""
         keys = (*FACTORS, _PRODUCT)
         changes = {
             layer: {key: announced[name] for key in keys if (name := f"{layer}.change.{key}") in announced}
@@ -90,7 +90,7 @@ class BaseChanges:
                 self._change(base, layer, factors[_PRODUCT])
                 continue
             if len(factors) < 2:
-                # The other factor is the round's, which every side has drawn.
+                # Server and clients have drawn the other factor already.
                 ((name, value),) = factors.items()
                 rank = value.shape[1 if name == "B" else 0]
                 drawn = adapter.pair(base.state["factors"], rank, scaling)
@@ -100,7 +100,7 @@ class BaseChanges:
             self._draw(base, base.state["draw"] + 1)
 
     def _change(self, base: Base, layer: str, change: LowRankPair | Tensor) -> None:
-        """Change a base weight; of a quantised one, what its layer adds to it."""
+        """Fold a change into a base weight; for a quantised weight, add it to the layer's separate change."""
         adapter = self.adapters.layers[layer]
         if not adapter.quantised:
             adapter.fold(change, partial(base.fold, layer))
@@ -109,7 +109,7 @@ class BaseChanges:
         beside[layer] = adapter.beside = adapter.added_beside(beside.get(layer, {}), change)
 
     def _draw(self, base: Base, number: int) -> None:
-        """Draw the initial factors of the next round, the same on every side."""
+        """Draw the initial factors of round ``number``, the same on the server and all clients."""
         drawn: dict[str, Tensor] = {}
         parameters = dict(base.module.named_parameters())
         for layer, adapter in self.adapters.layers.items():

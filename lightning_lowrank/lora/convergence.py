@@ -1,4 +1,4 @@
-"""What the convergence conditions of Chen et al. (ABO) amount to in one round of one layer, measured from the factors.
+"""Measured constants in the convergence conditions of Chen et al. (ABO), for one layer in one round.
 
 The paper proves convergence where an operator's distances to the clients' factors stay within constants times the
 squared learning rate. These functions compute the distances, and the smallest ones that a common pair can have.
@@ -21,7 +21,7 @@ __all__ = ["ConvergenceConstants", "convergence_constants"]
 
 @dataclass(frozen=True)
 class ConvergenceConstants:
-    r"""The measured sides of the convergence conditions; means are weighted like the aggregation.
+    r"""Measured constants of the convergence conditions; means are weighted like the aggregation.
 
     With :math:`E_i` the effective update that client i receives (its pair's product and the change of the base weight)
     and :math:`M` the mean of the clients' own :math:`s B_i A_i`. Divide by the squared learning rate for the paper's
@@ -64,7 +64,7 @@ class ConvergenceConstants:
 def convergence_constants(
     pairs: Sequence[LowRankPair], broadcast: Broadcast, weights: Sequence[float] | Tensor | None = None
 ) -> ConvergenceConstants:
-    """Measure the sides of the weak and the strong convergence condition for one layer and round.
+    """Measure the constants of the weak and the strong convergence condition, for one layer and round.
 
     No matrix of the weight's size is built: products enter by the Gram matrices of their factors, in float64. A
     squared distance is a difference of such inner products, so what is below about 1e-15 of the products' squared
@@ -116,11 +116,11 @@ def convergence_constants(
 
 
 def _spectrum(broadcast: Broadcast, smallest: int) -> dict[str, float]:
-    """Return the figures of the singular values of the server's effective update."""
+    """Effective rank and energy share, from the singular values of the server's effective update."""
     terms = [broadcast.server] if broadcast.change is None else [broadcast.server, broadcast.change]
     left = torch.cat([to_float64(pair.B.detach()) * pair.scaling for pair in terms], dim=1)
     right = torch.cat([to_float64(pair.A.detach()) for pair in terms])
-    # Where the factors are wider than the matrix, the triangles are of its size.
+    # The triangular factors are at most as large as the matrix, even if the factors are wider.
     cores = torch.linalg.qr(left).R, torch.linalg.qr(right.T).R
     values = torch.linalg.svdvals(cores[0] @ cores[1].T)
     total = values.sum()
@@ -134,9 +134,9 @@ def _spectrum(broadcast: Broadcast, smallest: int) -> dict[str, float]:
 
 
 def _of_products(inputs: LayerInputs, broadcast: Broadcast) -> tuple[float, float, float, float]:
-    """Return the weak constant and its least value, and the squared errors of the server's pair and the clients'."""
+    """The weak constant, its smallest value, and the squared errors of the server's pair and of the clients' pairs."""
     clients = len(inputs.pairs)
-    # Clients of one rank share the tensors that they receive, which are added once.
+    # Clients of one rank may share a pair object, which is added once.
     terms = [*inputs.pairs, broadcast.server]
     places = {id(broadcast.server): clients}
     changes = [] if broadcast.change is None else [broadcast.change]
@@ -147,7 +147,7 @@ def _of_products(inputs: LayerInputs, broadcast: Broadcast) -> tuple[float, floa
     inner = inner_products(terms).cpu()
 
     def effective(pair: LowRankPair) -> Tensor:
-        """As coefficients of the terms."""
+        """A pair's effective update as coefficients of ``terms``."""
         row = torch.zeros(len(terms), dtype=torch.float64)
         for term in [pair, *changes]:
             row[places[id(term)]] += 1
@@ -169,7 +169,7 @@ def _of_products(inputs: LayerInputs, broadcast: Broadcast) -> tuple[float, floa
 
 
 def _of_factors(own: Sequence[Tensor], received: Sequence[Tensor], weights: Tensor) -> tuple[float, float]:
-    """Return the mean squared distance of factors with the ranks as columns, and the least of a common factor."""
+    """The mean squared distance of clients' factors to the received ones, and its minimum over common factors."""
     ranks = [factor.shape[1] for factor in received]
     largest = max(*ranks, *(factor.shape[1] for factor in own))
     own = [padded(factor, largest, 1) for factor in own]

@@ -1,4 +1,4 @@
-"""Which factors travel in which round of `FedLoRA`, and which values a client or the server has of the others.
+"""The factors that `FedLoRA` exchanges in each round, and the stored values of the others.
 
 An operator may send other factors in one round than in the next. Then a client that sat rounds out lacks the changes of
 several, and the server counts the versions of each factor and those that each client has heard.
@@ -26,7 +26,7 @@ _LONGEST_PERIOD = 256
 
 
 class FactorExchange:
-    """The factors that cross the wire.
+    """Decides which factors cross the wire, and tracks which versions each client has.
 
     Args:
         operator: What says which factors are trained and sent in a round.
@@ -38,27 +38,27 @@ class FactorExchange:
 
     @functools.cached_property
     def alternates(self) -> bool:
-        """Whether rounds send different factors, so that a client may lack the changes of several rounds."""
+        """Whether the sent factors differ between rounds, so that a client may lack the changes of several."""
         first = self._operator.sent_down(0)
         return any(self._operator.sent_down(number) != first for number in range(1, _LONGEST_PERIOD))
 
     # On the server
 
     def due(self, server: Server, client: int, level: float) -> set[str]:
-        """The factors that a client must be sent."""
+        """The factors that a client must be sent in this round."""
         if not self.alternates:
             return set(self._operator.sent_down(server.round))
         heard = server.state.get("heard", {}).get(client, {})
         due = set()
         for name, version in self._versions(server).items():
-            # A client may need more slots than it was sent when its level was lower.
+            # A client whose level has risen needs more slots than it was sent before.
             last, slots = heard.get(name, (-1, 1.0))
             if version > last or level > slots:
                 due.add(name)
         return due
 
     def parts(self, client: ClientInfo, tensors: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-        """The factors in a client's message, with their slots, and the other tensors.
+        """Split a client's message into factors (with their slots) and other tensors.
 
         Raises:
             ValueError: If a factor is not finite.
@@ -77,18 +77,18 @@ class FactorExchange:
         return factors, rest
 
     def answered(self, server: Server, client: int, level: float) -> None:
-        """Count the factors that a client has been sent."""
+        """Record the versions of the factors that a client was sent."""
         if self.alternates:
             versions = self._versions(server)
             heard = server.state.setdefault("heard", {}).setdefault(client, {})
             heard.update({name: (versions[name], level) for name in self.due(server, client, level)})
 
     def forget(self, server: Server, client: int) -> None:
-        """Send a client all factors again."""
+        """Forget the versions that a client has, so that it is sent all factors again."""
         server.state.get("heard", {}).pop(client, None)
 
     def changed(self, server: Server) -> None:
-        """Count the versions of the factors that a round has changed.
+        """Update the versions of the factors that a round changed.
 
         Raises:
             MisconfigurationException: If the operator never sent these in its first rounds.
@@ -104,18 +104,18 @@ class FactorExchange:
             )
 
     def _versions(self, server: Server) -> dict[str, int]:
-        """The round before which each factor changed last; -1 if every side has it from the start."""
+        """For each factor, the number of the round after its last change; -1 if all clients have it from the start."""
         down = self._operator.sent_down(0)
         first = {name: 0 if name in down else -1 for name in FACTORS}
         return server.state.get("versions", first)
 
     @staticmethod
     def known_of(server: Server, client: int) -> dict[str, Tensor]:
-        """The global values, with the factors that the server holds for a client alone."""
+        """The global values, with the factors that the server stores for this client."""
         return {**server.model, **server.state.get("pairs", {}).get(client, {})}
 
     def arrived(self, server: Server, client: int, arrival: State) -> dict[str, LowRankPair]:
-        """A client's pairs by layer: what it sent, and otherwise what it started from."""
+        """A client's pairs by layer: the factors that it sent, completed by those from which it started."""
         pairs = {}
         started = self._ranks.started_from(
             self.known_of(server, client), arrival["level"], self._operator.absorbing(server.round)
@@ -137,11 +137,11 @@ class FactorExchange:
         return pairs
 
     def weights(self, server: Server) -> dict[int, float]:
-        """The clients' weights: their own, or those of a robust rule, by their products."""
+        """The clients' weights: their own, or those that a robust rule derives from their products."""
         arrivals, rule = server.state["arrivals"], server.aggregator
         if not isinstance(rule, DistanceRule):
             return {client: arrival["weight"] for client, arrival in arrivals.items()}
-        # In the order in which the rule has been given the rest of their messages.
+        # In the order in which the rule received the rest of the messages.
         pairs = [self.arrived(server, client, arrival) for client, arrival in arrivals.items()]
         levels, absorbing = [each["level"] for each in arrivals.values()], self._operator.absorbing(server.round)
         starts = {each: self._ranks.started_from(server.model, each, absorbing) for each in dict.fromkeys(levels)}
@@ -150,31 +150,31 @@ class FactorExchange:
     # On a client
 
     def remember(self, base: Base, trained: Mapping[str, Tensor], kept: Collection[str]) -> None:
-        """Keep the initial values that clients are never sent: of factors, and of the parameters that they keep."""
+        """Save initial values that clients are never sent: of factors, and of the parameters that stay with clients."""
         down = BOTH if self._operator.redraws else self._operator.sent_down(0)
         known = {parameter for parameter, (_, name) in self._ranks.adapters.factors.items() if name not in down}
         base.state["initial"] = detached({name: trained[name] for name in known | {*kept}})
 
     def received(self, client: ClientContext, came: Mapping[str, Tensor]) -> None:
-        """Keep the received factors, which later rounds may leave out."""
+        """Save the received factors, because later rounds may leave them out."""
         if self.alternates:
             client.state.setdefault("received", {}).update(detached(came))
 
     @staticmethod
     def known_by(client: ClientContext) -> dict[str, Tensor]:
-        """A client's values before the message: initial or drawn ones, the last received, and its own."""
+        """A client's values before the message: initial or drawn ones, overridden by received ones and its own."""
         shared, own = client.base.state, client.state
         drawn, received, personal = shared.get("factors", {}), own.get("received", {}), own.get("personal", {})
         return {**shared["initial"], **drawn, **received, **personal}
 
     def to_own(self, adapter: Adapter, name: Name, round_number: int) -> float:
-        """What a factor for the scaling of the full rank is multiplied with for the client's own."""
+        """The factor that converts a LoRA factor from the scaling of the full rank to the client's own scaling."""
         absorbing = self._operator.absorbing(round_number)
         ratio = self._ranks.adapters.scalings[adapter.name] / adapter.scaling
         return ratio ** (1 / len(absorbing)) if name in absorbing else 1.0
 
     def from_own(self, adapter: Adapter, name: Name, round_number: int) -> float:
-        """What a factor for the client's own scaling is multiplied with for that of the full rank."""
+        """The factor that converts a LoRA factor from the client's own scaling to that of the full rank."""
         absorbing = self._operator.absorbing(round_number)
         ratio = adapter.scaling / self._ranks.adapters.scalings[adapter.name]
         return ratio ** (1 / len(absorbing)) if name in absorbing else 1.0

@@ -118,7 +118,7 @@ class FedLoRA(ChangesBase, UnequalClients, Personal):
         )
 
     def setup(self, base: Base) -> None:
-        """Find the adapters, and what clients keep; store or draw the initial values."""
+        """Find the adapters and the parameters that stay with clients; save or draw the initial values."""
         found = adapters_of(base.module, self.adapter, self.operator)
         self._ranks.adapters = self._changes.adapters = found
         self._ranks.check(base.clients)
@@ -133,10 +133,10 @@ class FedLoRA(ChangesBase, UnequalClients, Personal):
             self._exchange.remember(base, trained, self._kept)
             self._changes.begin(base, trained)
 
-    # The server's half
+    # Hooks on the server
 
     def broadcast(self, server: Server, client: ClientInfo) -> Message:
-        """The factors that the client lacks, of its own rank, and the rest of the model."""
+        """The factors that the client lacks, cut to its rank, and the rest of the model."""
         level, factors = self._ranks.level(client), self._ranks.adapters.factors
         known, due = self._exchange.known_of(server, client.id), self._exchange.due(server, client.id, level)
         down = {name: value for name, value in server.sent_down().items() if name not in factors.keys() | self._kept}
@@ -146,7 +146,7 @@ class FedLoRA(ChangesBase, UnequalClients, Personal):
         return Message(down)
 
     def receive(self, server: Server, client: ClientInfo, message: Message, weight: float) -> None:
-        """Keep the factors until all clients have sent theirs; add the rest to the mean.
+        """Store the factors until all clients have answered; add the other tensors to the mean.
 
         Raises:
             ValueError: If a factor is not finite, or its slots are out of range.
@@ -161,10 +161,10 @@ class FedLoRA(ChangesBase, UnequalClients, Personal):
 
     @torch.no_grad()
     def aggregate(self, server: Server) -> None:
-        """Let the operator combine the factors, and announce its change of the base; average the rest."""
+        """Combine the factors by the operator, announce changes of base weights, and average the other tensors."""
         adapters, absorbing = self._ranks.adapters, self.operator.absorbing(server.round)
         weights = self._exchange.weights(server)
-        # A client of weight 0, by a robust rule's choice, has no part.
+        # Clients of weight 0, as a robust rule may choose, are left out.
         arrivals = {id: arrival for id, arrival in sorted(server.state["arrivals"].items()) if weights[id]}
         pairs = {client: self._exchange.arrived(server, client, arrival) for client, arrival in arrivals.items()}
         previous = {layer: each.pair(server.model, each.rank, scaling) for layer, each, scaling in adapters}
@@ -189,10 +189,10 @@ class FedLoRA(ChangesBase, UnequalClients, Personal):
         server.model.update(server.base.state.get("factors", {}))
         self._exchange.changed(server)
 
-    # The client's half
+    # Hooks on clients
 
     def begin(self, client: ClientContext, message: Message) -> None:
-        """Install the message and the client's own values; slots beyond its rank are zero."""
+        """Load the message and the client's own values; slots beyond the client's rank are zero."""
         factors, level = self._ranks.adapters.factors, self._ranks.level(client)
         values = {name: value for name, value in message.tensors.items() if name in client.model}
         came = {parameter: values[parameter] for parameter in factors if parameter in values}
@@ -201,7 +201,7 @@ class FedLoRA(ChangesBase, UnequalClients, Personal):
             value = came.get(parameter)
             if value is None:
                 value = self._ranks.slots(adapter, name, known[parameter], level)
-            # Values from the server and from the client's state are for the scaling of the full rank.
+            # The server's values and those in the client's state use the scaling of the full rank.
             ratio = self._exchange.to_own(adapter, name, client.round)
             values[parameter] = padded_factor(adapter, name, value, ratio)
         copy_into(client.model, {**values, **{name: known[name] for name in self._kept}})
@@ -213,7 +213,7 @@ class FedLoRA(ChangesBase, UnequalClients, Personal):
             step.parameters[parameter].grad = None
 
     def end(self, client: ClientContext) -> Message:
-        """The factors that the operator uses and the rest; keep the client's own."""
+        """The factors that the operator uses, and the other tensors; the client's own factors stay in its state."""
         level, factors = self._ranks.level(client), self._ranks.adapters.factors
         sent = {name: value for name, value in client.base.sent_up(client.model).items() if name not in factors}
         personal = {name: sent.pop(name).detach().clone() for name in sorted(self._kept)}
@@ -231,7 +231,7 @@ class FedLoRA(ChangesBase, UnequalClients, Personal):
             client.state["personal"] = personal
         return Message(sent, limits=limits)
 
-    # Changes of the base
+    # Changes of base weights
 
     @property
     def announces(self) -> bool:
@@ -253,7 +253,7 @@ class FedLoRA(ChangesBase, UnequalClients, Personal):
     # Clients of unequal rank
 
     def group_key(self, client: ClientInfo) -> Hashable:
-        """Clients whose adapters have the same scalings, of any rank, step together."""
+        """A key of the adapters' scalings: clients with equal scalings may step together, whatever their ranks."""
         return self._ranks.scalings(self._ranks.level(client)) if self._ranks.mixed else None
 
     def configure(self, base: Base, client: ClientInfo | None) -> None:
@@ -266,7 +266,7 @@ class FedLoRA(ChangesBase, UnequalClients, Personal):
         return self._ranks.cut(self._exchange.known_of(server, client.id), self._ranks.level(client))
 
     def has_whole_model(self, server: Server, client: ClientInfo, state: State) -> bool:
-        # A client's own factors are zero beyond its rank, and cut the others with them.
+        # A client's own factor is zero beyond its rank, which also cuts the shared factor in the product.
         own = server.state.get("pairs", {}).get(client.id, {}).keys() | state.get("personal", {}).keys()
         cut = self._ranks.level(client) == 1 or not own.isdisjoint(self._ranks.adapters.factors)
         return cut and self._ranks.stays(client)
@@ -293,7 +293,7 @@ class FedLoRA(ChangesBase, UnequalClients, Personal):
         return self._ranks.cut(super().personal_model(client, model), self._ranks.level(client))
 
     def stand_in(self, server: Server, client: ClientInfo) -> State:
-        """The factors, which a broadcast omits where the client has them."""
+        """The factors, which a broadcast leaves out if the client has them already."""
         received = {name: server.model[name] for name in self._ranks.adapters.factors}
         return {"received": received} if self._exchange.alternates else {}
 

@@ -1,4 +1,4 @@
-"""The checked inputs of one layer's aggregation, on a common scale, and its result."""
+"""Inputs of one layer's aggregation, checked and brought to a common scale, and its result."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class Broadcast:
     change: LowRankPair | None = None
 
     def to(self, device: torch.device) -> Broadcast:
-        """Return the same on a device; clients that share a pair still do."""
+        """The same result on another device; clients that share a pair object still share it."""
         moved = {id(pair): pair.to(device) for pair in self.clients}
         change = None if self.change is None else self.change.to(device)
         return Broadcast(tuple(moved[id(pair)] for pair in self.clients), self.server.to(device), change)
@@ -70,7 +70,7 @@ class AggregatedRound:
 
 
 class LayerInputs:
-    """One layer's checked inputs; ``scaling`` is the common scaling of the clients' factors."""
+    """The checked inputs of one layer's aggregation; ``scaling`` is the common scaling of the clients' factors."""
 
     def __init__(
         self,
@@ -114,11 +114,11 @@ class LayerInputs:
 
     @property
     def largest_wanted(self) -> int:
-        """The largest rank of the pairs that clients receive and of the server's previous pair."""
+        """The largest rank among the pairs that clients receive and the server's previous pair."""
         return max([*self.ranks, *([] if self.previous is None else [self.previous.rank])])
 
     def factors(self, folded: Literal["B", "A"] = "B") -> tuple[list[Tensor], list[Tensor]]:
-        """Return the clients' ``B`` and ``A`` in float64, one of them times its scaling over the common one."""
+        """The clients' ``B`` and ``A`` in float64, with one of them rescaled to the common scaling."""
         lefts = [pair.B.double() for pair in self.pairs]
         rights = [pair.A.double() for pair in self.pairs]
         changed = lefts if folded == "B" else rights
@@ -128,7 +128,7 @@ class LayerInputs:
         return lefts, rights
 
     def mean(self, tensors: Sequence[Tensor], dim: Literal[0, 1], *, owned: bool) -> Tensor:
-        """Average factors slot by slot; ``dim`` is that of the ranks.
+        """Average factors slot by slot along dimension ``dim``.
 
         With ``owned``, a slot is averaged over the clients that have it. Otherwise it counts as zero at the others.
         """
@@ -140,29 +140,29 @@ class LayerInputs:
         return total
 
     def stacked(self, lefts: Sequence[Tensor]) -> Tensor:
-        """Return the clients' left factors side by side, each times its client's weight."""
+        """The clients' left factors times their weights, concatenated along the rank."""
         return torch.cat([left * weight for left, weight in zip(lefts, self.weights.tolist(), strict=True)], dim=1)
 
     def one_averaged(self, trained: Literal["B", "A"], folded: Literal["B", "A"] = "B") -> tuple[Tensor, Tensor]:
-        """Return ``B`` and ``A``: the mean of the trained factor, and the other, which all clients share."""
+        """``B`` and ``A``: the mean of the trained factor, and the other factor, which all clients share."""
         lefts, rights = self.factors(folded)
         if trained == "B":
             return self.mean(lefts, 1, owned=False), self.frozen("A", rights)
         return self.frozen("B", lefts), self.mean(rights, 0, owned=False)
 
     def averaged(self, *, owned: bool) -> Broadcast:
-        """Return the means of both factors, as :meth:`mean` makes them."""
+        """Both factors averaged as by :meth:`mean`, as a `Broadcast`."""
         lefts, rights = self.factors()
         kept = BOTH if owned else ONLY_A
         return self.broadcast(self.mean(lefts, 1, owned=owned), self.mean(rights, 0, owned=owned), kept=kept)
 
     def frozen(self, name: Literal["B", "A"], factors: Sequence[Tensor]) -> Tensor:
-        """Return the factor that all clients share; those of smaller rank have its first slots."""
+        """The factor that all clients share; raises if a client's first slots differ from it."""
         dim = 1 if name == "B" else 0
         common = next(factor for factor in factors if factor.shape[dim] == self.largest)
         for client, factor in enumerate(factors):
             expected = common.narrow(dim, 0, factor.shape[dim])
-            # A copy into which another scaling was folded is exact to the factors' precision only.
+            # A copy into which another scaling was folded is exact only to the factors' precision.
             allowed = 8 * torch.finfo(self.dtype).eps * expected.abs().max()
             if (factor - expected).abs().max() > allowed:
                 raise ValueError(
@@ -174,7 +174,7 @@ class LayerInputs:
     def broadcast(
         self, B: Tensor, A: Tensor, change: LowRankPair | None = None, *, kept: Factors = NEITHER
     ) -> Broadcast:
-        """Return a common pair of the common scaling, cut to each client's rank.
+        """A common pair as a `Broadcast`, cut to each client's rank.
 
         The further slots of ``previous`` keep the values of the factors in ``kept``; the other's are zero.
         """
@@ -190,23 +190,23 @@ class LayerInputs:
         )
 
     def cast(self, pair: LowRankPair) -> LowRankPair:
-        """Return a pair in the clients' dtype."""
+        """The pair in the clients' dtype."""
         return LowRankPair(pair.B.to(self.dtype), pair.A.to(self.dtype), pair.scaling)
 
 
 def slot_weights(ranks: Sequence[int], weights: Tensor, *, owned: bool) -> Tensor:
-    """Return each client's share in the mean of each rank slot, ``[clients, largest rank]``; see `LayerInputs.mean`."""
+    """Each client's share in the mean of each rank slot, ``[clients, largest rank]``; see `LayerInputs.mean`."""
     owns = torch.arange(max(ranks)) < torch.tensor(list(ranks))[:, None]
     shares = weights[:, None] * owns
     if not owned:
         return shares
     total = shares.sum(dim=0)
-    # A slot that only clients of weight zero have is averaged over them with equal weights.
+    # Clients of weight zero share a slot equally if no other client has it.
     return torch.where(total > 0, shares / total, owns / owns.sum(dim=0))
 
 
 def _check_alpha(pairs: Sequence[LowRankPair]) -> None:
-    """Refuse scalings that no rule derives from one alpha."""
+    """Raise if the scalings cannot result from one alpha by any of LoRA's rules."""
     rules = [
         [pair.scaling for pair in pairs],
         [pair.scaling * pair.rank for pair in pairs],

@@ -1,4 +1,4 @@
-"""Aggregation-broadcast operators (ABO): from the clients' factors to those that each client receives."""
+"""Base of aggregation-broadcast operators (ABO), which map clients' factors to the factors that clients receive."""
 
 from __future__ import annotations
 
@@ -48,26 +48,26 @@ class Operator(Configured, ABC):
     selects: ClassVar[bool] = False
 
     def trained(self, round: int) -> Factors:
-        """Return the factors that clients train in a round; the other is frozen."""
+        """The factors that clients train in a round; the other factor is frozen."""
         return BOTH
 
     def sent_up(self, round: int) -> Factors:
-        """Return the factors that a client sends after a round; by default those it trained."""
+        """The factors that a client sends after a round; by default those that it trained."""
         return self.trained(round)
 
     def sent_down(self, round: int) -> Factors:
-        """Return the factors of a client's new pair that the server sends after a round.
+        """The factors of a client's new pair that the server sends after a round.
 
         The client has the others, or draws them from the seed. By default those that were sent up.
         """
         return self.sent_up(round)
 
     def sent_down_of_change(self, round: int) -> Factors:
-        """Return the factors of the base weight's change that the server sends after a round; by default none."""
+        """The factors of the base weight's change that the server sends after a round; by default none."""
         return NEITHER
 
     def absorbing(self, round: int) -> Factors:
-        """Return the factors that absorb a difference of clients' scalings, each an equal share; by default ``B``."""
+        """The factors that absorb differences between clients' scalings, in equal shares; by default ``B``."""
         return ONLY_B
 
     @torch.no_grad()
@@ -82,7 +82,7 @@ class Operator(Configured, ABC):
         seed: int = 0,
         previous: LowRankPair | None = None,
     ) -> Broadcast:
-        """Aggregate one layer. The arguments are not changed.
+        """Aggregate one layer; the arguments are not modified.
 
         Clients of different rank have different scalings where these are ``alpha / rank`` (or ``alpha / √rank``). The
         effective updates ``scaling · B @ A`` are aggregated, and ``B`` absorbs a difference; with `CoLR` the trained
@@ -184,7 +184,7 @@ class Operator(Configured, ABC):
         dtype: torch.dtype = torch.float32,
         device: torch.device | str = "cpu",
     ) -> LowRankPair:
-        """Return the initial pair of a round for operators that redraw pairs; its product is zero.
+        """The initial pair of a round, for operators that redraw pairs; its product is zero.
 
         Args:
             shape: ``(m, n)``, the weight's.
@@ -211,13 +211,13 @@ class Operator(Configured, ABC):
         """
         check_rank("rank", rank, shape)
         factors = self._draw(shape, rank, generator(seed, "fresh", round))
-        # The dtype first, because the device may have no float64.
+        # Convert the dtype first, because the device may lack float64.
         B, A = (factor.to(dtype).to(device) for factor in factors)
         return LowRankPair(B, A.contiguous(), scaling)
 
     def _draw(self, shape: tuple[int, int], rank: int, draws: torch.Generator) -> tuple[Tensor, Tensor]:
-        """Return ``B`` and ``A`` for :meth:`fresh`, in float64 on the CPU."""
-        # Row by row, so that the first rows do not depend on how many are drawn.
+        """``B`` and ``A`` for :meth:`fresh`, in float64 on the CPU."""
+        # Row by row, so that the first rows do not depend on the number of rows.
         rows = [torch.rand(shape[1], generator=draws, dtype=torch.float64) for _ in range(rank)]
         right = (2 * torch.stack(rows) - 1) / math.sqrt(shape[1])
         return right.new_zeros(shape[0], rank), right
@@ -225,7 +225,7 @@ class Operator(Configured, ABC):
     def select_ranks(
         self, pairs: Mapping[str, LowRankPair], received: Mapping[str, LowRankPair], budget: int, round: int
     ) -> dict[str, Tensor]:
-        """The slots that a client uploads, by layer, ``budget`` of them in all; see :class:`LoRAA2`."""
+        """The slots that a client uploads, by layer, ``budget`` slots in total; see :class:`LoRAA2`."""
         raise NotImplementedError(f"{self!r} chooses no slots.")
 
     def _check(self, inputs: LayerInputs) -> None:
@@ -237,7 +237,7 @@ class Operator(Configured, ABC):
             )
 
     def _aggregate_layers(self, by_layer: Mapping[str, LayerInputs]) -> dict[str, Broadcast]:
-        """Aggregate layer by layer; override it to decide for all layers together."""
+        """Aggregate layer by layer; override this to decide for all layers together."""
         return {name: self._aggregate(inputs) for name, inputs in by_layer.items()}
 
     @abstractmethod
@@ -245,7 +245,7 @@ class Operator(Configured, ABC):
         """Aggregate one layer of checked inputs."""
 
     def _redrawn(self, inputs: LayerInputs, change: LowRankPair) -> Broadcast:
-        """Return fresh pairs for the next round, and the change of the base weight."""
+        """Fresh pairs for the next round, together with the change of the base weight."""
         drawn = functools.partial(
             self.fresh, inputs.shape, round=inputs.round + 1, seed=inputs.seed, dtype=inputs.dtype, device=inputs.device
         )

@@ -68,7 +68,7 @@ class LowRankPair:
 
     @property
     def rank(self) -> int:
-        """The number of columns of ``B``, which is that of the rows of ``A``."""
+        """The number of columns of ``B`` and of rows of ``A``."""
         return self.B.shape[1]
 
     @property
@@ -77,14 +77,14 @@ class LowRankPair:
         return self.B.shape[0], self.A.shape[1]
 
     def product(self) -> Tensor:
-        """Return the dense ``scaling · B @ A``, ``[m, n]``, computed in float32 or better and cast to the dtype."""
+        """The dense matrix ``scaling · B @ A``, ``[m, n]``, computed in float32 or better, in the factors' dtype."""
         working = working_dtype(self.B.dtype)
         return (self.scaling * (self.B.to(working) @ self.A.to(working))).to(self.B.dtype)
 
     def resized(
         self, rank: int, scaling: float | None = None, folded: Collection[Literal["B", "A"]] = _ONLY_B
     ) -> LowRankPair:
-        """Return the first ``rank`` columns of ``B`` and rows of ``A``, for a given scaling.
+        """The first ``rank`` columns of ``B`` and rows of ``A``, for a given scaling.
 
         The server sends its pair to clients of another rank in this form. A larger rank is filled with zeros; such
         slots stay zero in training until one of their factors is drawn.
@@ -116,17 +116,17 @@ class LowRankPair:
         return LowRankPair(left, right, wanted)
 
     def in_working_dtype(self) -> LowRankPair:
-        """Return the pair in single precision at least, where its product is not rounded to 16 bits."""
+        """The pair in single precision or higher, so that its product is not rounded to 16 bits."""
         dtype = working_dtype(self.B.dtype)
         return LowRankPair(self.B.to(dtype), self.A.to(dtype), self.scaling)
 
     def to(self, device: torch.device) -> LowRankPair:
-        """Return the pair on a device; the pair itself if it is already there."""
+        """The pair on a device; the same object if it is already on it."""
         return self if self.B.device == device else LowRankPair(self.B.to(device), self.A.to(device), self.scaling)
 
 
 def check_rank(name: str, rank: int, shape: tuple[int, int] | None = None) -> None:
-    """Check that a rank is an integer of at least 1 and at most the smaller side of a matrix of that shape."""
+    """Check that a rank is an integer from 1 to the smaller side of a matrix of shape ``shape``."""
     check_integer(name, rank)
     if shape is not None and rank > min(shape):
         raise ValueError(
@@ -135,7 +135,7 @@ def check_rank(name: str, rank: int, shape: tuple[int, int] | None = None) -> No
 
 
 def normalised_weights(weights: Sequence[float] | Tensor | None, clients: int) -> Tensor:
-    """Return the clients' weights in a mean, which sum to 1: ``[clients]``, float64, on the CPU."""
+    """The clients' weights, normalised to a sum of 1: ``[clients]``, float64, on the CPU."""
     if weights is None:
         return torch.full((clients,), 1 / clients, dtype=torch.float64)
     values = torch.as_tensor(weights, dtype=torch.float64, device="cpu").detach()
@@ -144,7 +144,7 @@ def normalised_weights(weights: Sequence[float] | Tensor | None, clients: int) -
     for client, value in enumerate(values.tolist()):
         if not (value >= 0 and math.isfinite(value)):
             raise ValueError(f"weights must be finite and not negative, but client {client}'s is {value}.")
-    # By the largest first: the sum of large finite weights may not be finite.
+    # Divide by the largest first, because the sum of large finite weights may overflow.
     largest = values.max()
     if largest == 0:
         raise ValueError("weights must have a positive sum, but all are zero.")
@@ -153,7 +153,7 @@ def normalised_weights(weights: Sequence[float] | Tensor | None, clients: int) -
 
 
 def check_pairs(pairs: Sequence[LowRankPair | None]) -> None:
-    """Refuse clients' pairs that do not belong to one layer or cannot be computed with, naming the client."""
+    """Raise if clients' pairs do not belong to one layer or are not finite; the message names the client."""
     if not len(pairs):
         raise ValueError("pairs must hold at least one client's factors, but is empty.")
     first = pairs[0]
@@ -180,7 +180,7 @@ def check_pairs(pairs: Sequence[LowRankPair | None]) -> None:
 
 
 def padded(tensor: Tensor, size: int, dim: int) -> Tensor:
-    """Fill a matrix with zeros up to a size along one dimension."""
+    """Pad a matrix with zeros to a size along one dimension."""
     missing = size - tensor.shape[dim]
     if missing <= 0:
         return tensor
@@ -189,7 +189,7 @@ def padded(tensor: Tensor, size: int, dim: int) -> Tensor:
 
 
 def inner_products(pairs: Sequence[LowRankPair]) -> Tensor:
-    r"""Return the Frobenius inner products of all products with each other, from the factors' Gram matrices.
+    r"""The Frobenius inner products between all pairs' products, from the factors' Gram matrices.
 
     :math:`\langle B_i A_i, B_j A_j \rangle = \operatorname{tr}(B_j^\top B_i A_i A_j^\top)`, so that no product is
     built: ``[pairs, pairs]``, float64. Ranks may differ.

@@ -1,4 +1,4 @@
-"""The rank of each client in each layer of a method whose clients share adapters of one, the largest, rank.
+"""Clients' ranks in each layer, for methods whose shared adapters have the largest rank.
 
 Slots beyond a client's rank are zero in the shared module, and only the others are sent.
 """
@@ -21,7 +21,7 @@ Ranks = Sequence[int] | Mapping[int, int] | Callable[[int], int]
 
 
 class LayerRanks:
-    """Ranks of clients: by levels, by numbers, or as sites state them. The arguments are those of `FedLoRA`.
+    """Ranks of clients: by levels, by explicit numbers, or as chosen by sites. The arguments are those of `FedLoRA`.
 
     A level is a share of each layer's rank; with ``ranks``, of the largest layer's.
 
@@ -69,39 +69,39 @@ class LayerRanks:
         return max(adapter.rank for adapter in self.adapters.layers.values())
 
     def level(self, client: ClientInfo) -> float:
-        """A client's share of the layers' rank."""
+        """A client's level: its share of the layers' rank."""
         if not self._given:
             return self._capacities.level(client)
         return self._given.rank(client.id, self._largest) / self._largest
 
     def stays(self, client: ClientInfo) -> bool:
-        """Whether a client has its level in every round."""
+        """Whether a client has the same level in every round."""
         return bool(self._given) or self._capacities.always(client, self.level(client))
 
     def rank(self, adapter: Adapter, level: float) -> int:
-        """The rank of a layer at a level."""
+        """The rank of a layer for clients of a level."""
         if self._given:
             return min(round(level * self._largest), adapter.rank)
         return max(round(level * adapter.rank), 1)
 
     def scaling(self, adapter: Adapter, level: float) -> float:
-        """The scaling of a layer at a level, that of its own rank."""
+        """The scaling of a layer for clients of a level, derived from their rank."""
         own = adapter.scaling_at(self.rank(adapter, level)) / adapter.scaling_at(adapter.rank)
         return self.adapters.scalings[adapter.name] * own
 
     def scalings(self, level: float) -> tuple[float, ...]:
-        """The scalings of all layers at a level."""
+        """The scalings of all layers for clients of a level."""
         return tuple(self.scaling(adapter, level) for adapter in self.adapters.layers.values())
 
     def smaller(self, clients: int) -> dict[str, float]:
-        """The levels below 1 of the first ``clients`` clients, by their names."""
+        """The levels below 1 among the first ``clients`` clients, by name."""
         if not self._given:
             return {f"{level:g}": level for level in self.levels if level < 1}
         ranks = sorted({self._given.rank(client, self._largest) for client in range(clients)}, reverse=True)
         return {f"rank_{rank}": rank / self._largest for rank in ranks if rank < self._largest}
 
     def cut(self, tensors: Mapping[str, Tensor], level: float) -> dict[str, Tensor]:
-        """A model whose slots beyond a level's ranks are zero."""
+        """A model in which the slots beyond the ranks of a level are zero."""
         factors = {
             parameter: padded_factor(adapter, name, self.slots(adapter, name, tensors[parameter], level))
             for parameter, (adapter, name) in self.adapters.factors.items()
@@ -109,13 +109,13 @@ class LayerRanks:
         return {**tensors, **factors}
 
     def slots(self, adapter: Adapter, name: Name, value: Tensor, level: float) -> Tensor:
-        """The slots of a factor that a client of a level has."""
+        """The slots of a factor that clients of a level have."""
         return adapter.slots(name, value, self.rank(adapter, level))
 
     def started_from(
         self, known: Mapping[str, Tensor], level: float, absorbing: Collection[Name]
     ) -> dict[str, LowRankPair]:
-        """The pairs with which a client of a level starts from these values, by layer."""
+        """The pairs from which a client of a level starts, by layer, given the full values ``known``."""
         return {
             layer: adapter.pair(known, adapter.rank, self.adapters.scalings[layer]).resized(
                 self.rank(adapter, level), self.scaling(adapter, level), absorbing
@@ -124,7 +124,7 @@ class LayerRanks:
         }
 
     def check(self, clients: int) -> None:
-        """Refuse ranks that are too large, or of unknown clients.
+        """Raise if a rank is too large or belongs to an unknown client.
 
         Raises:
             MisconfigurationException: If there are any.
@@ -133,18 +133,18 @@ class LayerRanks:
             self._given.check(clients, self._largest)
 
     def limit(self, module: nn.Module, adapter: str | None) -> int:
-        """The largest rank that a site may state; 0 if it may state none."""
+        """The largest rank that a site may choose; 0 if sites may not choose."""
         if not self._operator.mixed_ranks or len(self.levels) > 1:
             return 0
         try:
             found = find_adapters(module, adapter)
         except ValueError:
-            # `Algorithm.setup` says what is wrong.
+            # `Algorithm.setup` raises the error with an explanation.
             return 0
         return max((each.rank for each in found.values()), default=0)
 
     def state(self, client: int, rank: int) -> None:
-        """Give a client the rank that its site states.
+        """Set the rank that a client's site chose.
 
         Raises:
             MisconfigurationException: If it cannot have one of its own.
@@ -159,7 +159,7 @@ class LayerRanks:
 
 
 def padded_factor(adapter: Adapter, name: Name, value: Tensor, ratio: float = 1.0) -> Tensor:
-    """A factor times a ratio, filled with zeros to the adapter's rank."""
+    """A factor times ``ratio``, padded with zeros to the adapter's rank."""
     matrix = adapter.matrix(name, value)
     if ratio != 1:
         matrix = matrix * ratio
@@ -167,7 +167,7 @@ def padded_factor(adapter: Adapter, name: Name, value: Tensor, ratio: float = 1.
 
 
 class ClientRanks:
-    """The rank of each client: a list that is given out in turns, a dictionary by id, or a function of the id.
+    """The rank of each client: from a list in turns, a dictionary by id, or a function of the id.
 
     Clients that a dictionary does not name have the largest rank, that of the layers. `own` has what clients say of
     themselves, which comes first.
@@ -198,7 +198,7 @@ class ClientRanks:
         return self.given is not None or bool(self.own)
 
     def rank(self, client: int, largest: int) -> int:
-        """Return a client's rank, at most ``largest``.
+        """A client's rank, at most ``largest``.
 
         Raises:
             MisconfigurationException: If it is none or too large.
@@ -220,7 +220,7 @@ class ClientRanks:
         return int(found)  # type: ignore[call-overload]
 
     def check(self, clients: int, largest: int) -> None:
-        """Refuse ranks that are too large, or of clients that there are not.
+        """Raise if a rank is too large or belongs to an unknown client.
 
         Raises:
             MisconfigurationException: If there are any.

@@ -1,4 +1,4 @@
-"""What `FedLoRA` and an operator need of a module: adapters of which the trained ones can learn."""
+"""Requirements of `FedLoRA` and its operators on a module: LoRA adapters that can learn."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from lightning_lowrank.lora.operator import Operator
 
 
 def adapters_of(module: nn.Module, adapter: str | None, operator: Operator) -> Adapters:
-    """A module's adapters.
+    """A module's adapters, checked for the operator.
 
     Raises:
         MisconfigurationException: If there are none, or the operator does not suit them.

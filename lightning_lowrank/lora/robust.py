@@ -1,4 +1,4 @@
-"""A robust rule's weights for clients that send factors: it compares the changes of their products."""
+"""Weights by a robust aggregation rule for clients that send factors; it compares the changes of their products."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def robust_weights(
     levels: Sequence[float],
     starts: Mapping[float, Mapping[str, LowRankPair]],
 ) -> list[float]:
-    """The rule's weights of clients; what is missing to 1 is the server's own model's.
+    """Clients' weights by the rule; if their sum is below 1, the rest is the weight of the server's own model.
 
     A client is one vector of the changes of all layers' products and of the tensors that the rule has been given. The
     inner products come from the factors, and no product is built.

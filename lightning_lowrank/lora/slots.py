@@ -1,4 +1,4 @@
-"""The rank slots that a client uploads, where an operator has it choose (LoRA-A²)."""
+"""Selection of the rank slots that a client uploads, for operators that select (LoRA-A²)."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from lightning_lowrank.lora.ranks import LayerRanks
 
 
 class UploadSlots:
-    """A client's choice of slots.
+    """Selects and checks the rank slots that clients upload.
 
     Args:
         operator: Its ``select_ranks`` chooses.
@@ -42,13 +42,13 @@ class UploadSlots:
             )
 
     def begin(self, client: ClientContext) -> None:
-        """Keep what a client starts from, with which its choice compares."""
+        """Save the factors with which a client starts, for comparison with the trained ones."""
         if self.budgets:
             factors = self._ranks.adapters.factors
             client.round_state["received"] = detached({name: client.model[name] for name in factors})
 
     def selected(self, client: ClientContext) -> dict[str, Tensor]:
-        """The slots that a client uploads, by layer; empty if it sends all."""
+        """The slots that a client uploads, by layer; empty if it uploads all."""
         if not self.budgets:
             return {}
         level = self._ranks.level(client)
@@ -64,7 +64,7 @@ class UploadSlots:
 
     @staticmethod
     def sent(adapter: Adapter, name: Name, value: Tensor, slots: Tensor) -> dict[str, Tensor]:
-        """The selected slots of a factor as a client sends them."""
+        """The selected slots of a factor, and their numbers, as in a client's message."""
         matrix = adapter.matrix(name, value).index_select(1 if name == "B" else 0, slots)
         return {
             f"{adapter.name}.slots": slots.to(torch.int32),
@@ -72,14 +72,14 @@ class UploadSlots:
         }
 
     def limits(self, adapter: Adapter, name: Name, value: Tensor) -> dict[str, tuple[int, ...]]:
-        """The largest shapes of `sent`'s tensors, given all of a client's slots; none without a choice."""
+        """The largest allowed shapes of the tensors of `sent`; empty if clients upload all slots."""
         if not self.budgets:
             return {}
         rank = adapter.matrix(name, value).shape[1 if name == "B" else 0]
         return {f"{adapter.name}.slots": (rank,), adapter.parameters[name]: tuple(value.shape)}
 
     def check(self, client: int, level: float, factors: Mapping[str, Tensor]) -> None:
-        """Refuse slots that a client cannot have chosen.
+        """Raise if a client's selected slots are invalid.
 
         Raises:
             ValueError: If they are out of range, or not in ascending order.

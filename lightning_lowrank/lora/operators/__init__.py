@@ -1,1 +1,1 @@
-"""Aggregation-broadcast operators, by what they combine: factors, products, clusters of clients."""
+"""Aggregation-broadcast operators, grouped by what they combine: factors, products, or clusters of clients."""

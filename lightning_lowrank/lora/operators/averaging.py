@@ -64,7 +64,7 @@ class RBLA(Operator):
 
 
 class ZeroPadding(ProductSum):
-    """The mean of factors that are filled with zeros to the largest rank: HetLoRA's aggregation (Cho et al., 2024).
+    """HetLoRA's aggregation: the mean of factors that are padded with zeros to the largest rank (Cho et al., 2024).
 
     For HetLoRA's weighting by sparsity, pass such weights to :meth:`aggregate`. Its self-pruning is not included.
 
@@ -165,7 +165,7 @@ class RoLoRA(FFA):
 
 
 class LoRAA2(RoLoRA):
-    r"""LoRA-A²: trains one factor at a time as `RoLoRA` does, and uploads only the ranks that matter most.
+    r"""LoRA-A²: alternating training as in `RoLoRA`, with uploads of the most important rank slots only.
 
     Koo et al. (2024). A client whose budget is below its rank calls :meth:`select_ranks` on its whole model, and
     uploads these slots of the trained factor. In the other slots the aggregated pair has the values that the
@@ -183,7 +183,7 @@ class LoRAA2(RoLoRA):
 
     @torch.no_grad()
     def importance(self, pair: LowRankPair, received: LowRankPair, round: int) -> Tensor:
-        r"""Return how much each rank slot has changed the effective weight in a round's training.
+        r"""The change of the effective weight by each rank slot during a round's training.
 
         Args:
             pair: A client's, after its training.
@@ -214,7 +214,7 @@ class LoRAA2(RoLoRA):
     def select_ranks(
         self, pairs: Mapping[str, LowRankPair], received: Mapping[str, LowRankPair], budget: int, round: int
     ) -> dict[str, Tensor]:
-        """Choose the slots that a client uploads: the most important ones of its whole model.
+        """The slots that a client uploads: the most important ones of its whole model.
 
         Args:
             pairs: The client's pairs by layer, after its training.

@@ -1,4 +1,4 @@
-"""Clustered aggregation: clients whose updates are alike are averaged among themselves."""
+"""Clustered aggregation: averages within clusters of clients with similar updates."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ class FedInc(Operator):
             weights = inputs.weights[list(cluster)]
             inside = LayerInputs(
                 [inputs.pairs[client] for client in cluster],
-                # A cluster of clients of weight zero is averaged with equal weights.
+                # A cluster whose clients all have weight zero is averaged with equal weights.
                 weights if weights.sum() > 0 else None,
                 [inputs.ranks[client] for client in cluster],
                 [inputs.scalings[client] for client in cluster],
@@ -79,11 +79,11 @@ class FedInc(Operator):
 
 
 def agglomerate(distances: Tensor, clusters: int) -> list[list[int]]:
-    """Join the two nearest clusters, by the mean distance of their members, until so many are left.
+    """Agglomerative clustering by average linkage, down to ``clusters`` clusters.
 
     Members ascend, and clusters by their first one.
     """
-    # Loading it takes a fifth of a second, and few runs cluster.
+    # Imported here because scipy takes a fifth of a second to load and few runs cluster.
     from scipy.cluster.hierarchy import cut_tree, linkage
     from scipy.spatial.distance import squareform
 

@@ -1,4 +1,4 @@
-"""Operators that aggregate products: Sum-Product and those that correct Product-Sum towards it.
+"""Operators that aggregate products: Sum-Product, and operators that correct Product-Sum towards it.
 
 The ideal update is the mean of the clients' products (Eq. 3 of ABO), whose rank is the sum of theirs.
 :class:`SumProduct` truncates it, and :class:`RaFLoRA` weighs it by ranks; :class:`FLoRA` and :class:`FedEx` put what
@@ -84,12 +84,12 @@ class SumProduct(Operator):
         return BOTH if self.split == "balanced" else ONLY_B
 
     def _terms(self, inputs: LayerInputs) -> tuple[Sequence[LowRankPair], Tensor]:
-        """Return pairs and weights whose weighted sum of products is decomposed."""
+        """The pairs and weights whose weighted sum of products is decomposed."""
         return inputs.pairs, inputs.weights
 
 
 class RaFLoRA(SumProduct):
-    r"""raFLoRA: Sum-Product whose mean is taken part by part of the ranks (Wu et al., 2026, Eq. 8).
+    r"""raFLoRA: Sum-Product with the mean taken separately for each range of ranks (Wu et al., 2026, Eq. 8).
 
     In the mean of clients of different rank, what only clients of large rank have counts as zero at the others.
     :class:`SumProduct` orders directions by their singular values, so those that are averaged down become the last,
@@ -156,7 +156,7 @@ class FLoRA(Operator):
 
 
 class FLoRIST(FLoRA):
-    r"""FLoRIST: `FLoRA` whose stack is cut to the leading part of its singular values (Ramesh and Dass, MLSys 2026).
+    r"""FLoRIST: `FLoRA` with the stack truncated to its leading singular values (Ramesh and Dass, MLSys 2026).
 
     The mean of the clients' products is decomposed from the stacked factors, without a matrix of the weight's size.
     The change of the base weight is :math:`B_g = U_{:p} \Sigma_{:p}`, :math:`A_g = V^\top_{:p}` with the smallest
@@ -194,7 +194,7 @@ class FLoRIST(FLoRA):
 
 
 class FedEx(Operator):
-    r"""FedEx-LoRA: Product-Sum, and its difference from the mean of the products goes into the base weight.
+    r"""FedEx-LoRA: Product-Sum, with its difference from the mean of the products folded into the base weight.
 
     Singhal et al. (2024). The residual :math:`\overline{BA} - \bar B \bar A = \sum_i p_i (B_i - \bar B)(A_i - \bar A)`
     is returned as factors that are small where clients agree, one client after another as a covariance is updated (Chan
@@ -220,13 +220,13 @@ class FedEx(Operator):
     @override
     def _aggregate(self, inputs: LayerInputs) -> Broadcast:
         lefts, rights = inputs.factors()
-        # In each slot, clients that lack it are one zero, which comes first.
+        # Clients without a slot count as one zero entry, which comes first.
         ranks = torch.tensor([pair.rank for pair in inputs.pairs])
         owns = torch.arange(inputs.largest) < ranks[:, None]
         total = (inputs.weights[:, None] * ~owns).sum(dim=0)
         B = padded(torch.zeros_like(lefts[0]), inputs.largest, 1)
         A = padded(torch.zeros_like(rights[0]), inputs.largest, 0)
-        # Never no slot at all, as one client alone would need: a zero one.
+        # At least one slot: a zero one, if there is a single client.
         away = [B.new_zeros(len(B), 1)], [A.new_zeros(1, A.shape[1])]
         for left, right, weight in zip(lefts, rights, inputs.weights.tolist(), strict=True):
             slots = slice(left.shape[1])
@@ -300,7 +300,7 @@ class LoRAFair(Operator):
             gram = A @ A.T
             gram.diagonal().add_(self.regularization)
             root, failed = torch.linalg.cholesky_ex(gram)
-            # Some processors find a positive pivot where only rounding is left of one.
+            # On some processors the Cholesky pivot of a singular matrix is positive rounding noise.
             rounding = len(gram) * torch.finfo(gram.dtype).eps
             if failed or bool((root.diagonal() ** 2 <= rounding * gram.diagonal()).any()):
                 raise ValueError(
@@ -383,7 +383,7 @@ class CoLR(Operator):
     def _draw(self, shape: tuple[int, int], rank: int, draws: torch.Generator) -> tuple[Tensor, Tensor]:
         rows, length = shape
         side = length if self.trained_factor == "B" else rows
-        # Column by column, so that the first columns do not depend on how many are drawn.
+        # Column by column, so that the first columns do not depend on the number of columns.
         columns = [torch.randn(side, generator=draws, dtype=torch.float64) for _ in range(rank)]
         basis = haar_basis(torch.stack(columns, dim=1))
         if self.trained_factor == "B":
@@ -392,13 +392,13 @@ class CoLR(Operator):
 
     @override
     def _aggregate(self, inputs: LayerInputs) -> Broadcast:
-        # The drawn factor is the same at every scaling, so the trained one absorbs a difference.
+        # The drawn factor is the same at every scaling, so the trained factor absorbs differences.
         B, A = inputs.one_averaged(self.trained_factor, folded=self.trained_factor)
         return self._redrawn(inputs, LowRankPair(B, A, inputs.scaling))
 
 
 def _zero_padded(inputs: LayerInputs) -> tuple[list[Tensor], list[Tensor], Tensor, Tensor]:
-    """Return the clients' factors filled with zeros to the largest rank, and their means."""
+    """The clients' factors padded with zeros to the largest rank, and their means."""
     lefts, rights = inputs.factors()
     lefts = [padded(left, inputs.largest, 1) for left in lefts]
     rights = [padded(right, inputs.largest, 0) for right in rights]

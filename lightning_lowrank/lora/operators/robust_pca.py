@@ -1,4 +1,4 @@
-"""Robust principal component analysis of clients' factors: what they have in common, and what is particular to each."""
+"""Robust principal component analysis of clients' factors: a common low-rank part and sparse individual parts."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ __all__ = ["FedRPCA", "principal_component_pursuit"]
 
 
 class FedRPCA(ProductSum):
-    r"""FedRPCA: Product-Sum that amplifies what is particular to single clients (Jhunjhunwala et al., 2025).
+    r"""FedRPCA: Product-Sum with the parts that are particular to single clients amplified (Jhunjhunwala et al., 2025).
 
     The clients' changes of a factor, as vectors, are the columns of a matrix :math:`M`. Robust principal component
     analysis (Candès et al., 2011) divides it, by minimising :math:`\|L\|_* + \lambda \|S\|_1` with :math:`L + S = M`,
@@ -81,7 +81,7 @@ class FedRPCA(ProductSum):
 
 
 def principal_component_pursuit(matrix: Tensor, sparsity: float | None = None, iterations: int = 200) -> Tensor:
-    r"""Return the low-rank part :math:`L` of a matrix; the sparse part is the rest.
+    r"""The low-rank part :math:`L` of a matrix; the sparse part is the rest.
 
     The inexact augmented Lagrangian method of Lin et al. (2010), until :math:`L` and :math:`S` add up to the matrix to
     :math:`10^{-7}` of its norm. The penalty grows by 5 % in each iteration; where it grows faster, the result is

@@ -1,4 +1,4 @@
-"""The truncated SVD of a mean of low-rank products, from the factors.
+"""Truncated SVD of a mean of low-rank products, computed from the factors.
 
 ``Σ_i p_i s_i B_i A_i`` is the product of the stacked factors ``[p_1 s_1 B_1 … p_c s_c B_c]`` and ``[A_1; …; A_c]``.
 While these are narrower than the matrix itself, a QR of each and the SVD of the small core between them is exact and
@@ -34,7 +34,7 @@ class SVD(NamedTuple):
     Vh: Tensor
 
     def split(self, rank: int, split: Split, scaling: float, dtype: torch.dtype) -> LowRankPair:
-        """Return the leading part as a pair whose effective update it is, whatever the pair's scaling."""
+        """The leading ``rank`` part as a pair; its product times ``scaling`` is that part."""
         left, values, right = self.U[:, :rank], self.S[:rank] / scaling, self.Vh[:rank]
         if split == "left":
             left = left * values
@@ -45,7 +45,7 @@ class SVD(NamedTuple):
 
 
 def truncated_svd(pairs: Sequence[LowRankPair], weights: Tensor, rank: int, method: Method, seed: int) -> SVD:
-    """Return the leading ``rank`` singular triplets of the mean, of checked pairs with normalised weights.
+    """The leading ``rank`` singular triplets of the weighted mean of the pairs' effective updates.
 
     The signs are fixed: the largest entry of each row of ``Vh`` in absolute value is positive. Beyond the rank of the
     mean, the rows of ``Vh`` are drawn from the seed.
@@ -56,7 +56,7 @@ def truncated_svd(pairs: Sequence[LowRankPair], weights: Tensor, rank: int, meth
     right = torch.cat([pair.A.to(working) for pair in pairs])
     missing = rank - left.shape[1]
     if missing > 0:
-        # Zero columns add nothing, and the rows beside them make the QR complete the right singular vectors.
+        # Zero columns add nothing; the random rows next to them let the QR complete the right singular vectors.
         rows = torch.randn(missing, right.shape[1], generator=generator(seed, "completion"), dtype=working)
         left = torch.cat([left, left.new_zeros(len(left), missing)], dim=1)
         right = torch.cat([right, rows.to(right.device)])
@@ -85,8 +85,7 @@ def _of_dense(mean: Tensor, rank: int) -> SVD:
     if mean.shape[0] < mean.shape[1]:
         found = _of_dense(mean.T, rank)
         return SVD(found.Vh.T, found.S, found.U.T)
-    # The eigenvalues are the squares of the singular values. Float64 has room for those of float32; nothing has for
-    # those of float64.
+    # Eigenvalues are squared singular values: those of float32 fit into float64, those of float64 fit nowhere.
     wide = mean.double()
     basis = torch.linalg.eigh(wide.T @ wide).eigenvectors[:, -rank:].to(mean.dtype)
     return _within(basis, lambda vectors: mean @ vectors)
@@ -105,7 +104,7 @@ def _iterative(left: Tensor, right: Tensor, rank: int, seed: int) -> SVD:
 
 
 def _within(basis: Tensor, apply: Callable[[Tensor], Tensor]) -> SVD:
-    """Return the SVD of a matrix restricted to the span of orthonormal columns."""
+    """The SVD of a matrix restricted to the span of the orthonormal columns of ``basis``."""
     image_basis, core = torch.linalg.qr(apply(basis))
     inner_left, values, inner_right = torch.linalg.svd(core)
     return SVD(image_basis @ inner_left, values, inner_right @ basis.T)
