@@ -1,4 +1,4 @@
-"""Exchange of weights with Hugging Face's PEFT and transformers, and libraries of the older Lightning."""
+"""Exchange of weights with Hugging Face's PEFT and transformers, and support for pytorch_lightning libraries."""
 
 from lightning_lowrank.interop.checkpoints import load_dense
 from lightning_lowrank.interop.hub import pull_adapter, push_adapter

@@ -1,4 +1,4 @@
-"""Weights from a run's checkpoint: dense ones for the unconverted module, or a PEFT adapter folder."""
+"""Weights from a run's checkpoint, as dense weights of the unconverted module or as a PEFT adapter folder."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ _ADAPTER = re.compile(r"\.(base_layer|modules_to_save|lora_\w+|ia3_l|vera_lambda
 def dense_checkpoint(
     path: str | Path, client: int | str | None = None, module: nn.Module | None = None
 ) -> dict[str, Tensor]:
-    """Return the unconverted module's state dict from a checkpoint of a converted one; see `load_dense`.
+    """The unconverted module's state dict, from a checkpoint of a converted module; see `load_dense`.
 
     The state dict of a run without `LowRank` is returned unchanged. What a checkpoint of `TrainedCheckpoints` leaves
     out is taken from ``module``, unconverted and with the weights that the run began with.
@@ -67,7 +67,7 @@ def dense_checkpoint(
 
 
 def put_back(checkpoint: dict[str, Any], own: Mapping[str, Tensor | None], where: str) -> dict[str, str]:
-    """Put what `TrainedCheckpoints` left out into a checkpoint, and return its digests by name.
+    """Restore frozen weights that `TrainedCheckpoints` left out of a checkpoint, and return their digests by name.
 
     Args:
         checkpoint: The checkpoint, which is changed.
@@ -102,7 +102,7 @@ def adapter_checkpoint(
     prefix: str | None = None,
     module: nn.Module | None = None,
 ) -> Path:
-    """Write the adapter of a checkpoint as a PEFT adapter folder; see `export_adapter` and `load_dense`.
+    """Write a checkpoint's adapter as a PEFT adapter folder; see `export_adapter` and `load_dense`.
 
     ``module`` is a new one of the run's class with the weights that the run began with: unconverted, or wrapped by
     PEFT. It is needed, and is changed, where PEFT wrapped the module. It is needed as well where the run has changed
@@ -144,7 +144,7 @@ def adapter_checkpoint(
 
 
 def _wrapped_adapter(checkpoint: dict[str, Any], state: Mapping[str, Any], folder: Path, module: nn.Module) -> Path:
-    """Write the adapter of a checkpoint of a module that PEFT wrapped."""
+    """Write the adapter of a checkpoint whose module PEFT wrapped."""
     put_back(checkpoint, dict(module.named_parameters(remove_duplicate=False)), "the module")
     base = wrapped_tensors(module)
     keep_base_changes(module)
@@ -157,7 +157,7 @@ def _wrapped_adapter(checkpoint: dict[str, Any], state: Mapping[str, Any], folde
 
 
 def _put_back_frozen(checkpoint: dict[str, Any], layers: Sequence[LayerSpec], module: nn.Module) -> None:
-    """Put what `TrainedCheckpoints` left out into the checkpoint of a converted module, from the unconverted one."""
+    """Restore frozen weights in the checkpoint of a converted module, from the unconverted ``module``."""
     own: dict[str, Tensor | None] = dict(module.named_parameters(remove_duplicate=False))
     for spec in layers:
         for name in (spec.name, *spec.aliases):
@@ -166,7 +166,7 @@ def _put_back_frozen(checkpoint: dict[str, Any], layers: Sequence[LayerSpec], mo
 
 
 def check_is_file(path: str | Path) -> None:
-    """Refuse a path at which there is no file.
+    """Raise if a path is not that of a file.
 
     Raises:
         MisconfigurationException: If there is nothing, or a folder.
@@ -182,7 +182,7 @@ def check_is_file(path: str | Path) -> None:
 
 @contextmanager
 def _as_written(path: str | Path, callback: str) -> Iterator[None]:
-    """Refuse a checkpoint whose state of a callback is not as this version writes it, which ends the block."""
+    """A context in which an unreadable state of ``callback`` in a checkpoint raises an error with advice."""
     try:
         yield
     except (AttributeError, KeyError, TypeError, ValueError) as error:
@@ -193,7 +193,7 @@ def _as_written(path: str | Path, callback: str) -> Iterator[None]:
 
 
 def _checked(path: str | Path, checkpoint: Any) -> dict[str, Any]:
-    """Return a checkpoint with a state of each callback that is read, empty where it has none."""
+    """Check a checkpoint's structure, and give each callback that is read a state, empty if it has none."""
     if not isinstance(checkpoint, dict) or "state_dict" not in checkpoint:
         tensors = isinstance(checkpoint, Mapping) and any(isinstance(value, Tensor) for value in checkpoint.values())
         plain = ", but a state dict: load it by module.load_state_dict(torch.load(path))" if tensors else ""
@@ -212,7 +212,7 @@ def _checked(path: str | Path, checkpoint: Any) -> dict[str, Any]:
 
 
 def _read(path: str | Path, client: int | str | None) -> dict[str, Any]:
-    """Return a checkpoint; with ``client``, its own values replace the global ones."""
+    """Read a checkpoint; with ``client``, that client's own tensors replace the global ones."""
     check_is_file(path)
     try:
         checkpoint = torch.load(path, map_location="cpu", weights_only=True)
@@ -259,7 +259,7 @@ def _read(path: str | Path, client: int | str | None) -> dict[str, Any]:
 
 
 def _id_of(client: int | str, names: Sequence[str | int], path: str | Path) -> int:
-    """Return the id of a client that is given by its id or its name; a name of digits comes before an id."""
+    """The id of a client, given its id or name; a name that is a number takes precedence over an id."""
     ids = {str(name): number for number, name in enumerate(names)}
     if isinstance(client, str) and client in ids:
         return ids[client]
@@ -270,7 +270,7 @@ def _id_of(client: int | str, names: Sequence[str | int], path: str | Path) -> i
 
 
 def _objects_in(path: str | Path) -> list[str]:
-    """Return the names of the classes and functions that torch does not read from a file, as far as it tells them."""
+    """Names of the classes and functions in a file that torch refuses to load, as far as torch reports them."""
     try:
         return sorted(torch.serialization.get_unsafe_globals_in_checkpoint(path))
     except Exception:
@@ -278,7 +278,7 @@ def _objects_in(path: str | Path) -> list[str]:
 
 
 def writable(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return copies of tensors, none of which shares memory, as safetensors writes them.
+    """Contiguous copies of tensors without shared memory, as safetensors needs them.
 
     Raises:
         MisconfigurationException: If one is of a kind that a ``.safetensors`` file does not hold.
@@ -304,7 +304,7 @@ def writable(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
 def _refuse_unlike_judged(
     path: str | Path, client: int, checkpoint: Mapping[str, Any], own: Mapping[int, Mapping[str, Tensor]]
 ) -> None:
-    """Refuse a client whose own model, as ``personal_test`` judges it, is more than the checkpoint holds.
+    """Raise if a checkpoint lacks a part of a client's personal model, as ``personal_test`` evaluates it.
 
     Args:
         path: The checkpoint's file, for messages.
@@ -341,7 +341,7 @@ def _refuse_unlike_judged(
 
 
 def load_dense(path: str | Path, module: nn.Module, client: int | str | None = None) -> nn.Module:
-    """Load a checkpoint of a converted module into the plain one, and return it.
+    """Load a checkpoint of a converted module into an unconverted one, and return the latter.
 
     Args:
         path: A checkpoint that a trainer with `LowRank` wrote.
@@ -367,5 +367,5 @@ def load_dense(path: str | Path, module: nn.Module, client: int | str | None = N
 
 
 def _uncompiled(name: str) -> str:
-    """Return the name that a tensor has where nothing is compiled; `torch.compile` puts a module around another."""
+    """A tensor's name without the prefix that `torch.compile` adds by wrapping modules."""
     return name.replace("_orig_mod.", "")

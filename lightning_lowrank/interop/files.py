@@ -1,4 +1,4 @@
-"""Writing files that are there whole or not at all, and that other users cannot read or exchange."""
+"""Atomic and private file writing: complete files or none, protected from other users."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _FULL = (errno.ENOSPC, errno.EDQUOT)
 
 @contextmanager
 def replacing(path: Path) -> Iterator[Path]:
-    """Give a path beside ``path`` to write a file to, which takes its place at the end; after an error it is deleted.
+    """A context that yields a temporary path; at the end the file replaces ``path``, after an error it is deleted.
 
     Raises:
         MisconfigurationException: If ``path`` is something else than a file, or cannot be written.
@@ -48,7 +48,7 @@ def replacing(path: Path) -> Iterator[Path]:
 
 
 def private_folder(folder: Path) -> Path:
-    """Return a folder in which no other user can exchange files; a new one is made with the rights 0700.
+    """A folder that only this user can write to; created with mode 0700 if needed.
 
     Raises:
         MisconfigurationException: If there is a link in its place, another user's folder, or one that others may write.
@@ -65,7 +65,7 @@ def private_folder(folder: Path) -> Path:
 
 
 def without_link(file: Path) -> Path:
-    """Return a file of a site's own.
+    """Check that a site's file is no symbolic link, and return it.
 
     Raises:
         MisconfigurationException: If there is a link in its place.
@@ -77,7 +77,7 @@ def without_link(file: Path) -> Path:
 
 @contextmanager
 def private_files() -> Iterator[None]:
-    """Have all files that this process makes readable by their owner alone, and folders too."""
+    """A context in which this process creates files and folders for their owner only (umask 077)."""
     before = os.umask(0o077)
     try:
         yield

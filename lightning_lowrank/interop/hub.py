@@ -36,7 +36,7 @@ def push_adapter(
     token: str | None = None,
     endpoint: str | None = None,
 ) -> str:
-    """Upload an adapter folder, with a model card, in one commit.
+    """Upload an adapter folder with a model card, in one commit.
 
     The card (``README.md``) names the base model, the adapter's rank and target modules, and the figures. With figures
     it replaces a card that this function wrote earlier; any other ``README.md`` is uploaded as it is, without figures.
@@ -91,7 +91,7 @@ def pull_adapter(
     token: str | None = None,
     endpoint: str | None = None,
 ) -> Path:
-    """Download an adapter folder, for `import_adapter` or PEFT; pickles in the repository are left there.
+    """Download an adapter folder, for `import_adapter` or PEFT. Pickles in the repository are not downloaded.
 
     Args:
         repository: Name on the hub, ``user/name``.
@@ -126,7 +126,7 @@ def pull_adapter(
 
 
 def _config_of(folder: Path, where: str | None = None) -> dict[str, Any]:
-    """Return an adapter folder's configuration."""
+    """The configuration of an adapter folder; ``where`` names the folder in messages."""
     place = where or str(folder)
     for name in (CONFIG_FILE, WEIGHTS_FILE):
         if not (folder / name).is_file():
@@ -141,7 +141,7 @@ def _config_of(folder: Path, where: str | None = None) -> dict[str, Any]:
 
 
 def model_card(name: str, config: Mapping[str, Any], figures: Mapping[str, str | float]) -> str:
-    """Return the text of a model card, in Markdown with the hub's metadata in front.
+    """The text of a model card: Markdown with the hub's metadata at the top.
 
     Example:
         >>> card = model_card("me/mood", {"peft_type": "LORA", "r": 8}, {"val_acc": 0.85})
@@ -186,7 +186,7 @@ def model_card(name: str, config: Mapping[str, Any], figures: Mapping[str, str |
 
 
 def _mark(text: str) -> str:
-    """Return the last line of a card, by which `push_adapter` knows it as its own as long as nobody changes it."""
+    """The last line of a card, by which `push_adapter` recognises a card that it wrote and nobody changed."""
     return _MARK.format(hashlib.sha256(text.encode()).hexdigest()[:16])
 
 
@@ -199,7 +199,7 @@ def _is_own(card: Path) -> bool:
 
 
 def _over_layers(config: Mapping[str, Any], default: str, pattern: str) -> Any:
-    """Return an adapter's number, or the least and the largest where its layers have others."""
+    """A number of an adapter; a range as text if its layers differ."""
     own = config.get(pattern)
     values = [config.get(default), *(own.values() if isinstance(own, Mapping) else ())]
     numbers = [each for each in values if isinstance(each, (int, float))]
@@ -209,6 +209,6 @@ def _over_layers(config: Mapping[str, Any], default: str, pattern: str) -> Any:
 
 
 def _cell(value: object) -> str:
-    """Return a value as plain text of a Markdown table: neither a tag nor a link of it works."""
+    """A value escaped for a Markdown table cell, so that it contains no working tag or link."""
     text = " ".join((f"{value:g}" if isinstance(value, float) else str(value)).split())
     return re.sub(r"([\\`|\[\]])", r"\\\1", html.escape(text, quote=False))

@@ -133,13 +133,13 @@ def export_adapter(
 
 
 def refuse_changed_base(algorithm: str, state: Mapping[str, Any]) -> None:
-    """Refuse a federated run whose algorithm, by its state, has folded changes into the frozen weights."""
+    """Raise if an algorithm's state records changes of frozen weights."""
     if state.get("folded"):
         raise misconfigured(f"{algorithm} with this operator or setting folds updates into the frozen weights, {_PART}")
 
 
 def refuse_inexpressible(described: Outline) -> None:
-    """Refuse layers that PEFT has no adapter for, whatever else is given."""
+    """Raise if a layer has no equivalent adapter in PEFT."""
     reasons = [f"{layer.name}: {layer.reason}" for layer in described.layers if layer.reason]
     if reasons:
         raise misconfigured(f"PEFT cannot express {listed(reasons, '; ')}. {_DENSE.capitalize()}.")
@@ -153,7 +153,7 @@ def write_adapter(
     base: nn.Module | None = None,
     sums: Mapping[str, Tensor] = {},
 ) -> Path:
-    """Write an adapter folder from the `outline` of a module and its state dict; see `export_adapter`.
+    """Write an adapter folder from a module's `outline` and state dict; see `export_adapter`.
 
     ``sums`` are frozen weights of 16 bits that have changed, by layer, before they were rounded.
     """
@@ -221,7 +221,7 @@ def write_adapter(
 
 
 def root_of(described: Outline, prefix: str | None) -> str:
-    """Return the prefix of all names in the pretrained network, with its dot."""
+    """The prefix of all names in the pretrained network, with its trailing dot."""
     if prefix is None:
         heads = {layer.name.partition(".")[0] for layer in described.layers}
         held = all("." in layer.name for layer in described.layers)
@@ -234,7 +234,7 @@ def root_of(described: Outline, prefix: str | None) -> str:
 
 
 def _changed(described: Outline, tensors: Mapping[str, Tensor], root: str, base: nn.Module | None) -> set[str]:
-    """Return the names of parameters and buffers, factors aside, that differ from the pretrained network's."""
+    """Names of parameters and buffers, except factors, that differ from those of the pretrained network."""
     if base is None:
         trained = {name for name, trained in described.parameters.items() if trained}
         return trained | {name for name in described.buffers if name.startswith(root)}
@@ -264,7 +264,7 @@ def _with_changes(
     base: nn.Module | None,
     sums: Mapping[str, Tensor],
 ) -> tuple[tuple[LayerOutline, ...], Mapping[str, Tensor]]:
-    """Return layers and tensors in which the changes of frozen weights are part of the factors."""
+    """Layers and tensors with changes of frozen weights folded into the factors."""
     before = {} if base is None else base.state_dict()
     found: list[LayerOutline] = []
     tensors = dict(tensors)
@@ -287,7 +287,7 @@ def _with_changes(
 
 
 def _factors_of(total: Tensor, weight: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Return ``B`` and ``A`` whose product is a change of ``weight``, but for what rounding has put into the weight."""
+    """``B`` and ``A`` with the product ``total``, up to the rounding error of a change of ``weight``."""
     left, values, right = torch.linalg.svd(total, full_matrices=False)
     # The norm of a matrix of independent roundings of single precision (Davidson and Szarek, 2001, Theorem II.13).
     rounding = torch.finfo(torch.float32).eps * float(weight.abs().max()) * sum(math.sqrt(side) for side in total.shape)
@@ -297,7 +297,7 @@ def _factors_of(total: Tensor, weight: Tensor, dtype: torch.dtype) -> tuple[Tens
 
 
 def wrapped_tensors(module: nn.Module) -> dict[str, Tensor]:
-    """Return copies of what a model held before PEFT wrapped it, by the names of then.
+    """Copies of a model's tensors as they were before PEFT wrapped it, by their original names.
 
     The model has not been trained since. Where PEFT took the first adapter out of the base weights, it is added again.
     """
@@ -329,7 +329,7 @@ def wrapped_tensors(module: nn.Module) -> dict[str, Tensor]:
 
 
 def _moving_start(config: Any) -> Any:
-    """Return how PEFT began a LoRA adapter where that changed the base weights, else ``None``."""
+    """The initialisation of a LoRA adapter if it changed the base weights, else ``None``."""
     start = getattr(config, "init_lora_weights", True)
     return None if str(config.peft_type.value) != "LORA" or start in PLAIN_STARTS else start
 
@@ -341,7 +341,7 @@ def export_wrapped(
     base: Mapping[str, Tensor] | None = None,
     sums: Mapping[str, Tensor] = {},
 ) -> Path:
-    """Have PEFT write an adapter, with changes of base weights as part of its factors; see `export_adapter`.
+    """Have PEFT write an adapter, with changes of base weights folded into its factors; see `export_adapter`.
 
     ``base`` are the tensors of the network as it was, by name; ``sums`` are as for `write_adapter`.
     """
@@ -378,7 +378,7 @@ def export_wrapped(
 
 
 def _wrapped(module: nn.Module) -> Any:
-    """Return the model that PEFT wrapped, or into which it put adapters."""
+    """The model that PEFT wrapped, or into which PEFT injected adapters."""
     found = [(name, part) for name, part in module.named_modules() if hasattr(part, "peft_config")]
     # PEFT's outermost part has the others' configurations too.
     found = [
@@ -395,14 +395,14 @@ def _wrapped(module: nn.Module) -> Any:
 
 
 def _inner(network: Any) -> nn.Module:
-    """Return the model inside what PEFT wrapped it with, if anything."""
+    """The model without PEFT's wrapper, if there is one."""
     import peft
 
     return network.get_base_model() if isinstance(network, peft.PeftModel) else network
 
 
 def _chosen(network: Any, adapter: str | None) -> str:
-    """Return the name of the adapter to write."""
+    """The name of the adapter to write."""
     configs = list(network.peft_config)
     if adapter is not None:
         if adapter not in configs:
@@ -428,7 +428,7 @@ def _put_changes(
     sums: Mapping[str, Tensor],
     inside: str,
 ) -> Collection[str]:
-    """Make changes of base weights part of the factors in ``tensors``, and of the ranks in ``config``.
+    """Fold changes of base weights into the factors in ``tensors``, and set the new ranks in ``config``.
 
     Returns:
         The names of the layers that have adapters.
@@ -473,7 +473,7 @@ def _put_changes(
 def _change_of(
     network: Any, found: Adapter, base: Mapping[str, Tensor] | None, summed: Tensor | None
 ) -> tuple[Tensor | None, Tensor]:
-    """Return how a base weight has changed, as a matrix in double precision, or ``None``, and the weight."""
+    """The change of a base weight as a float64 matrix, ``None`` without one; and the weight before."""
     beside = {name: value.double().cpu() for name, value in found.beside.items()}
     if beside:
         change = beside["product"] if "product" in beside else beside["B"] @ beside["A"]
@@ -496,7 +496,7 @@ def _change_of(
 
 
 def _check_unchanged(network: nn.Module, base: Mapping[str, Tensor], held: Collection[str]) -> None:
-    """Refuse what differs from the network as it was and is none of the tensors that are ``held``."""
+    """Raise if tensors other than those in ``held`` differ from the original network."""
     own = {_WRAPPING.sub("", name): value for name, value in _tensors(network)}
     differ = [
         name
@@ -512,7 +512,7 @@ def _check_unchanged(network: nn.Module, base: Mapping[str, Tensor], held: Colle
 
 
 def _tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Return plain parameters and buffers by name; quantised tensors of a class of their own cannot be compared."""
+    """A module's plain parameters and buffers by name, without quantised tensor subclasses."""
     for name, value in [*module.named_parameters(remove_duplicate=False), *persistent_buffers(module).items()]:
         if type(value.data) is Tensor:
             yield name, value
@@ -540,7 +540,7 @@ def _write(folder: Path, config: Any, tensors: Mapping[str, Tensor]) -> Path:
 
 
 def _modules_to_save(described: Outline, changed: Iterable[str], root: str) -> list[str]:
-    """Return the modules, relative to the root, that own what has changed."""
+    """The modules that own changed tensors, named relative to ``root``."""
     owners: set[str] = set()
     for name in sorted(changed):
         owner = name.rpartition(".")[0]
@@ -558,7 +558,7 @@ def _modules_to_save(described: Outline, changed: Iterable[str], root: str) -> l
 
 
 def _name_targets(config: Any, described: Outline, names: Collection[str], root: str) -> None:
-    """Have a `LoraConfig` name these layers, by a regular expression where PEFT would match others by a list too."""
+    """Set a `LoraConfig`'s targets: names, or a regular expression if PEFT would match other modules by them too."""
     from peft.tuners.tuners_utils import check_target_module_exists
 
     saved = config.modules_to_save or ()
@@ -577,19 +577,19 @@ def _name_targets(config: Any, described: Outline, names: Collection[str], root:
 
 
 def _alpha(layer: LayerOutline, stabilized: bool) -> float:
-    """Return α, an integer if it is whole; rsLoRA's as plain LoRA's unless all layers are rank-stabilised."""
+    """A layer's α, as an integer if whole; rsLoRA's is converted to plain LoRA's unless all layers use rsLoRA."""
     alpha = layer.alpha if stabilized or not layer.rank_stabilized else layer.alpha * math.sqrt(layer.rank)
     return int(alpha) if alpha == int(alpha) else alpha
 
 
 def _most_common(values: Mapping[str, Any]) -> tuple[Any, dict[str, Any]]:
-    """Return the most common value, and the others by a pattern that matches their layer alone."""
+    """The most common value, and the other values by patterns that match only their layer."""
     ((common, _),) = Counter(values.values()).most_common(1)
     return common, {f"^{re.escape(name)}": value for name, value in values.items() if value != common}
 
 
 def _factors(layer: LayerOutline, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return a layer's factors with PEFT's names and shapes."""
+    """A layer's factors by PEFT's names, in PEFT's shapes."""
     left, right = tensors[layer.B], tensors[layer.A].T
     if layer.core:
         wide = torch.promote_types(left.dtype, torch.float32)
@@ -603,7 +603,7 @@ def _factors(layer: LayerOutline, tensors: Mapping[str, Tensor]) -> dict[str, Te
 
 
 def _core(layer: LayerOutline, tensors: Mapping[str, Tensor]) -> Tensor:
-    """Return the core between a layer's factors, from the output's side to the input's."""
+    """The matrix between a layer's two factors, oriented from output to input."""
     values = dict(zip("HS", (tensors[name] for name in layer.core), strict=False))
     core = CoreProduct(len(values["S"]) if "S" in values else 1).core(values)
     return core if layer.B.endswith(".U") else core.T

@@ -46,7 +46,7 @@ _MOST_ALTERNATIVES = 20
 
 @dataclass(frozen=True)
 class _Adapter:
-    """A layer's factors in a folder, in PEFT's shapes."""
+    """One layer's factors in an adapter folder, in PEFT's shapes."""
 
     B: Tensor
     A: Tensor
@@ -137,7 +137,7 @@ def import_adapter(folder: str | Path, module: nn.Module, *, prefix: str | None 
 
 
 def _convert(module: nn.Module, name: str, adapter: _Adapter, config: Any) -> LowRankLayer:
-    """Replace a dense layer by a low-rank one for the adapter."""
+    """Replace a dense layer by a low-rank layer with the adapter's rank and α."""
     dense = module.get_submodule(name)
     kind = low_rank_class(dense)
     assert kind is not None
@@ -156,7 +156,7 @@ def _convert(module: nn.Module, name: str, adapter: _Adapter, config: Any) -> Lo
 
 
 def _assignments(layers: Mapping[str, LowRankLayer], adapters: Mapping[str, _Adapter]) -> list[tuple[Tensor, Tensor]]:
-    """Return each of the layers' factors with its new value."""
+    """Pairs of a layer's factor and its new value, for all layers."""
     values = []
     for name, layer in layers.items():
         adapter = adapters[name]
@@ -171,7 +171,7 @@ def _assignments(layers: Mapping[str, LowRankLayer], adapters: Mapping[str, _Ada
 
 
 def _check_ties(layers: Mapping[str, LowRankLayer], values: Sequence[tuple[Tensor, Tensor]]) -> None:
-    """Refuse two values for the factors that tied layers share."""
+    """Raise if tied layers would get different values for a shared factor."""
     wanted: dict[Tensor, Tensor] = {}
     for target, value in values:
         if not torch.equal(wanted.setdefault(target, value), value):
@@ -183,7 +183,7 @@ def _check_ties(layers: Mapping[str, LowRankLayer], values: Sequence[tuple[Tenso
 
 
 def _is_trained(name: str, config: Any) -> bool:
-    """Return whether PEFT trains a tensor that is not a factor: biases, and modules to save by the ends of names."""
+    """Whether PEFT trains a non-factor tensor: a bias by ``bias``, others by name endings in ``modules_to_save``."""
     if name.rpartition(".")[2] == "bias" and config.bias != "none":
         return True
     parts = name.split(".")
@@ -192,7 +192,7 @@ def _is_trained(name: str, config: Any) -> bool:
 
 
 def _read(folder: Path) -> tuple[dict[str, _Adapter], dict[str, Tensor], Any]:
-    """Return a folder's adapters by layer, its other tensors by name, and its configuration."""
+    """A folder's adapters by layer, its other tensors by name, and its configuration."""
     config = _read_config(folder)
     if not (folder / WEIGHTS_FILE).is_file():
         pickled = (
@@ -227,7 +227,7 @@ def _read(folder: Path) -> tuple[dict[str, _Adapter], dict[str, Tensor], Any]:
 
 
 def _read_config(folder: Path) -> Any:
-    """A folder's `LoraConfig`, as PEFT reads it; what is not plain LoRA is refused."""
+    """A folder's `LoraConfig`; raises if the adapter is not plain LoRA."""
     from peft import LoraConfig
 
     path = folder / CONFIG_FILE
@@ -259,7 +259,7 @@ def _read_config(folder: Path) -> Any:
 
 
 def _check_types(path: Path, config: Any) -> None:
-    """Refuse settings of other types than PEFT writes, such as ``"r": "8"``, which PEFT itself does not check."""
+    """Raise if a setting has another type than PEFT writes, such as ``"r": "8"``: PEFT does not check types."""
 
     def is_number(value: Any, kinds: Any = (int, float)) -> bool:
         return isinstance(value, kinds) and not isinstance(value, bool) and 0 <= value < math.inf
@@ -298,7 +298,7 @@ def _check_types(path: Path, config: Any) -> None:
 
 
 def _why_not_matched(pattern: str) -> str:
-    """Return why a pattern is not matched: it is no regular expression, or one that may take for ever.
+    """Why a pattern is refused: it is no valid regular expression, or may take exponential time. Empty if neither.
 
     With two repetitions and two groups of a few alternatives, the steps are a hundred times the square of a name's
     length at most. A group that is repeated may take two to the power of it.
@@ -337,7 +337,7 @@ def _by_pattern(patterns: Mapping[str, Any] | None, name: str, otherwise: Any) -
 
 
 def _root(module: nn.Module, names: Sequence[str], prefix: str | None) -> str:
-    """Return the prefix of the folder's names in the module, with its dot."""
+    """The prefix of the folder's names in the module, with its trailing dot."""
     parts = {name for name, _ in module.named_modules(remove_duplicate=False)}
     children = ["", *(name for name, _ in module.named_children())]
     candidates = children if prefix is None else [prefix.removesuffix(".")]
@@ -359,7 +359,7 @@ def _root(module: nn.Module, names: Sequence[str], prefix: str | None) -> str:
 
 
 def _check_fit(name: str, adapter: _Adapter, layer: nn.Module, described: LayerOutline | None) -> None:
-    """Refuse factors that do not belong to the layer."""
+    """Raise if an adapter's factors do not fit its layer."""
     kind = type(layer).__name__ if described is None else described.kind
     if described is None:
         reason = _not_convertible(layer, kind, adapter.rank)
@@ -382,7 +382,7 @@ def _check_fit(name: str, adapter: _Adapter, layer: nn.Module, described: LayerO
 
 
 def _not_convertible(layer: nn.Module, kind: str, rank: int) -> str:
-    """Return why a dense layer cannot take an adapter of this rank, or an empty string."""
+    """Why a dense layer cannot take an adapter of this rank; empty if it can."""
     low_rank = low_rank_class(layer)
     if low_rank is None:
         return f"PEFT's adapters of {kind} are not read"
@@ -396,7 +396,7 @@ def _not_convertible(layer: nn.Module, kind: str, rank: int) -> str:
 
 
 def _check_rest(module: nn.Module, root: str, rest: Mapping[str, Tensor], folder: str | Path) -> None:
-    """Refuse the folder's other tensors if the module has no place for them."""
+    """Raise if the module has no tensor of the same name and shape for one of the folder's other tensors."""
     for name, value in rest.items():
         target = _tensor(module, root + name)
         if target is None:
@@ -408,7 +408,7 @@ def _check_rest(module: nn.Module, root: str, rest: Mapping[str, Tensor], folder
 
 
 def _tensor(module: nn.Module, name: str) -> Tensor | None:
-    """Return a parameter or buffer by name; the weight of a low-rank layer is its frozen one."""
+    """A parameter or buffer by name; ``weight`` of a low-rank layer means its frozen weight."""
     owner_name, _, last = name.rpartition(".")
     try:
         owner = module.get_submodule(owner_name)

@@ -1,4 +1,4 @@
-"""What a PEFT adapter folder can express, and the description of a module from which one is written.
+"""The features that a PEFT adapter folder can express, and the description of a module for writing one.
 
 An adapter folder holds ``adapter_config.json`` and ``adapter_model.safetensors``. PEFT's
 ``PeftModel.from_pretrained(base_model, folder)`` and serving tools load it. Both directions need the extra
@@ -32,7 +32,7 @@ _CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)
 
 @dataclass(frozen=True)
 class LayerOutline:
-    """A low-rank layer as a LoRA adapter.
+    """The description of a low-rank layer as a LoRA adapter.
 
     ``B`` and ``A`` are the names of the factors on the output's and the input's side in the state dict. ``core`` has
     those of a `CoreProduct`'s core between them, and its scales where it has any. ``reason`` says why PEFT cannot
@@ -55,7 +55,7 @@ class LayerOutline:
 
 @dataclass(frozen=True)
 class Outline:
-    """What writing an adapter folder needs to know of a converted module besides its tensors.
+    """The description of a converted module, without tensors, for writing an adapter folder.
 
     Attributes:
         layers: Each low-rank layer, in registration order.
@@ -78,12 +78,12 @@ class Outline:
     lightning: bool
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the fields in plain Python, for a checkpoint."""
+        """The fields as plain Python, for a checkpoint."""
         return asdict(self)
 
     @classmethod
     def from_dict(cls, fields: Mapping[str, Any]) -> Outline:
-        """Build the outline that `to_dict` described."""
+        """Build an outline from the result of `to_dict`."""
         return cls(**{**fields, "layers": tuple(LayerOutline(**layer) for layer in fields["layers"])})
 
 
@@ -126,7 +126,7 @@ def outline(module: nn.Module) -> Outline:
 
 
 def trained_in_fits(module: nn.Module) -> Collection[str]:
-    """Return the names of parameters that were trained at some time in fits with `LowRank`."""
+    """Names of the parameters that were trained at some time in fits with `LowRank`."""
     found: Collection[str] = getattr(getattr(module, "lowrank_conversion", None), "trained", ())
     return found
 
@@ -159,7 +159,7 @@ def _outline_layer(
 
 
 def _unsupported_adapter(layer: LowRankLayer, names: Sequence[str], parent: nn.Module, trained: Collection[str]) -> str:
-    """Return why no PEFT adapter computes what a low-rank layer does, or an empty string."""
+    """Why no PEFT adapter computes the same as a low-rank layer; empty if one does."""
     if layer.role != "update":
         return f"its role is {layer.role!r}: its factors are the weight, and LoRA's are a change to it"
     if not isinstance(layer.factorization, (MatrixProduct, CoreProduct)):
@@ -181,7 +181,7 @@ def _unsupported_adapter(layer: LowRankLayer, names: Sequence[str], parent: nn.M
 
 
 def _reads_weights(parent: nn.Module) -> str:
-    """Return the class of a module that reads the weights of its layers in place of calling them, if it is one."""
+    """The class of a module that reads its layers' weights instead of calling the layers; empty for other modules."""
     if isinstance(parent, nn.MultiheadAttention):
         return "nn.MultiheadAttention"
     # In evaluation, where no gradient is needed. A subclass may have a forward of its own, which calls the layers.
@@ -191,7 +191,7 @@ def _reads_weights(parent: nn.Module) -> str:
 
 
 def unsupported_layer(layer: nn.Module, kind: str) -> str:
-    """Return why PEFT has no LoRA for a layer of the dense class ``kind``, or an empty string."""
+    """Why PEFT has no LoRA adapter for a layer of the dense class ``kind``; empty if it has one."""
     if kind not in _KINDS:
         return f"PEFT has no LoRA for {kind}"
     unlike = unlike_convolution(layer)
@@ -199,7 +199,7 @@ def unsupported_layer(layer: nn.Module, kind: str) -> str:
 
 
 def module_names(module: nn.Module) -> dict[nn.Module, list[str]]:
-    """Return all names of each module; a shared one has several."""
+    """All names of each module; a shared module has several."""
     names: dict[nn.Module, list[str]] = {}
     for name, part in module.named_modules(remove_duplicate=False):
         names.setdefault(part, []).append(name)
@@ -207,7 +207,7 @@ def module_names(module: nn.Module) -> dict[nn.Module, list[str]]:
 
 
 def check_path_and_module(call: str, path: Any, module: Any) -> None:
-    """Refuse another path than one, and another module, such as arguments in the wrong order.
+    """Raise if ``path`` is no path or ``module`` no module, as when arguments are swapped.
 
     Args:
         call: What was called, with its arguments' names, for messages.
@@ -224,7 +224,7 @@ def check_path_and_module(call: str, path: Any, module: Any) -> None:
 
 
 def refuse_wrapped(module: nn.Module, remedy: str) -> None:
-    """Refuse a module whose layers PEFT has wrapped."""
+    """Raise if PEFT has wrapped layers of a module."""
     for name, part in module.named_modules():
         if hasattr(part, "lora_A") and hasattr(part, "get_base_layer"):
             raise misconfigured(f"PEFT has wrapped {name!r} already: {remedy}.")
