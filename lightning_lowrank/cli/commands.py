@@ -1,4 +1,4 @@
-"""The commands of ``lightning-lowrank``: one function each, which parses its own part of the command line.
+"""The commands of ``lightning-lowrank``, one function each, which parses the command's arguments.
 
 ``fit --seeds 0 1 2`` makes one run for each seed. ``export``, ``flower``, ``push``, ``recipes`` and
 ``report`` need no model section.
@@ -71,7 +71,7 @@ class _Parser(argparse.ArgumentParser):
 
 
 def _is_known(command: str) -> bool:
-    """Whether the first word is for LightningCLI's parser."""
+    """Whether a word is a subcommand or option of LightningCLI's parser."""
     from lightning_lowrank.cli.overview import SUBCOMMANDS
 
     return command in SUBCOMMANDS or command.startswith("-")
@@ -95,7 +95,7 @@ def _epilog() -> str:
 
 
 def _run(args: ArgsType, seed: int | None = None) -> list[int]:
-    """Run one of LightningCLI's subcommands once, and return the seeds of all requested runs."""
+    """Run one of LightningCLI's subcommands once; return the seeds of all requested runs."""
     from lightning.pytorch.utilities import rank_zero_info
 
     from lightning_lowrank.cli.parser import CLI_SETTINGS, LowRankCLI
@@ -247,7 +247,7 @@ def _report(parser: argparse.ArgumentParser, words: list[str]) -> None:
 
 
 def _of_bridge(name: str) -> Any:
-    """A function of the bridge to Flower, if that is installed."""
+    """A function of the Flower bridge by name; raises if Flower is not installed."""
     from lightning_lowrank.configuration import misconfigured
 
     try:

@@ -41,7 +41,7 @@ from lightning_lowrank.units import percent
 def inspect_run(
     module: pl.LightningModule, lowrank: LowRank | None = None, loop: FederatedLoop | None = None
 ) -> dict[str, Any]:
-    """A run's layers, bytes of the first round and problems, as plain Python.
+    """A run's layers, bytes of the first round, and problems, as plain Python.
 
     The module is converted in place, and its optimizers make one step with zero gradients to size their state. Do not
     use the module for anything else afterwards.

@@ -91,7 +91,7 @@ class Table(list[Column]):
         return file.getvalue().removesuffix("\n").split("\n")
 
     def html(self) -> str:
-        """A table for browsers, which scrolls if it is wider than the page."""
+        """An HTML table that scrolls if it is wider than the page."""
         kinds = [' class="number"' if column.figures else "" for column in self]
         head, *rows = ([_html(cell).replace("\n", "<br>") for cell in row] for row in self._rows())
         titles = "".join(f'<th scope="col"{kind}>{cell}</th>' for kind, cell in zip(kinds, head, strict=True))
@@ -106,13 +106,13 @@ class Table(list[Column]):
         return f'<div class="scroll">{table}</div>'
 
     def markdown(self) -> str:
-        """A table of GitHub's Markdown."""
+        """A table in GitHub's Markdown."""
         rows = [list(map(_markdown, row)) for row in self._rows()]
         rows.insert(1, ["---:" if column.figures else "---" for column in self])
         return "\n".join(f"| {' | '.join(row)} |" for row in rows)
 
     def csv(self) -> str:
-        """The figures with all their digits; deviations have columns of their own."""
+        """The figures as CSV with all their digits; deviations have columns of their own."""
         table: dict[str, list[str]] = {}
         for column in self:
             if not column.figures:
@@ -126,7 +126,7 @@ class Table(list[Column]):
         return file.getvalue()
 
     def latex(self) -> str:
-        """A table for papers that use the package booktabs."""
+        """A LaTeX table for the package booktabs."""
         head, *rows = (f"{' & '.join(map(_latex, row))} \\\\" for row in self._rows())
         alignment = "".join("r" if column.figures else "l" for column in self)
         about = "% \\usepackage{booktabs}, and [T1]{fontenc} for quotation marks in names"
@@ -155,7 +155,7 @@ def _latex(text: str) -> str:
 
 @dataclass
 class Page:
-    """All parts of a report.
+    """The contents of a report's page.
 
     Args:
         title: What was compared.
@@ -172,7 +172,7 @@ class Page:
     pictures: Mapping[str, bytes]
 
     def html(self) -> str:
-        """A page that holds its pictures and needs no other file, no server and no network.
+        """An HTML page that contains its pictures and needs no other file, server or network.
 
         It has no script, and its Content-Security-Policy lets a browser load nothing but what it holds.
         """
@@ -203,7 +203,7 @@ class Page:
         return "\n".join(part for part in parts if part)
 
     def markdown(self) -> str:
-        """The sentences and tables as GitHub's Markdown."""
+        """The report's sentences and tables in GitHub's Markdown."""
         parts = [f"# {_markdown(self.title)}", "\n".join(f"- {_markdown(each)}" for each in self.answers)]
         for title, table in self.tables.items():
             parts += [f"## {title}"] * bool(title and table) + [table.markdown()] * bool(table)

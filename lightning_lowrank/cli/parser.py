@@ -129,7 +129,7 @@ class _SaveRunConfig(SaveConfigCallback):
 
 
 def _section(config: Namespace) -> Namespace:
-    """The subcommand's part of a configuration."""
+    """The configuration of the chosen subcommand."""
     return config.get(str(config.get("subcommand")), config)
 
 
@@ -164,7 +164,7 @@ class RecipeParser(LightningArgumentParser):
         return super().add_argument(*args, **kwargs)
 
     def dump(self, *arguments: Any, skip_validation: bool = True, **keywords: Any) -> str:
-        """A configuration as YAML text.
+        """Serialise a configuration as YAML text.
 
         It was validated when it was read. To do that again takes a third of the time in which a run is built.
         """
@@ -262,7 +262,7 @@ class LowRankCLI(SubcommandCLI):
         return {**LightningCLI.subcommands(), "inspect": {"model", "datamodule", "json"}}
 
     def add_arguments_of_subcommand(self, parser: LightningArgumentParser, subcommand: str) -> list[str]:
-        """Add ``--seeds`` and ``--quiet``, and what only ``inspect`` has."""
+        """Add ``--seeds``, ``--quiet``, and the arguments of ``inspect``."""
         if subcommand in _SEEDED:
             parser.add_argument(
                 "--seeds",
@@ -280,7 +280,7 @@ class LowRankCLI(SubcommandCLI):
         return ["json"]
 
     def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
-        """Add the two sections; a recipe may leave out either."""
+        """Add the sections ``lowrank`` and ``federated``; a recipe may leave out either."""
         parser.add_argument("--lowrank", type=LowRank | None, default=None, help="arguments of LowRank")
         parser.add_argument("--federated", type=FederatedLoop | None, default=None, help="arguments of FederatedLoop")
 
@@ -385,7 +385,7 @@ class LowRankCLI(SubcommandCLI):
         return trainer
 
     def install_optimizers(self) -> None:
-        """Build the optimizers of the configuration when the module asks for them, after it has its factors."""
+        """Have ``configure_optimizers`` build the configured optimizers, so that they get the factors."""
         section = _section(self.config_init)
         optimizer_init, scheduler_init = section.get("optimizer"), section.get("lr_scheduler")
         if not optimizer_init:
@@ -420,7 +420,7 @@ class BuiltCLI(LowRankCLI):
             sys.argv = words
 
     def run_subcommand(self, subcommand: str) -> None:
-        """Run nothing."""
+        """Do nothing."""
 
 
 CLI_SETTINGS: dict[str, Any] = {

@@ -1,4 +1,4 @@
-"""Filters for Lightning's messages in our commands."""
+"""Filters for Lightning's log messages and warnings in our commands."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _WARNINGS = (r"`isinstance\(treespec, LeafSpec\)` is deprecated", "LightningCLI'
 
 @contextmanager
 def without_tips() -> Iterator[None]:
-    """Hide Lightning's advertisements, and warnings of its own code; levels are put back at the end."""
+    """A context without Lightning's tips and without warnings on its own code; restores log levels at the end."""
     levels = [logger.level for logger in _LOGGERS]
     for logger in _LOGGERS:
         logger.addFilter(_is_no_tip)
@@ -32,7 +32,7 @@ def without_tips() -> Iterator[None]:
 
 
 def only_warnings() -> None:
-    """Reduce Lightning's messages to warnings and errors."""
+    """Show only warnings and errors of Lightning."""
     for logger in _LOGGERS:
         logger.setLevel(logging.WARNING)
 

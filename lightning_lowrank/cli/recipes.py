@@ -1,4 +1,4 @@
-"""The recipes that come with the package, by name: ``--config fedmud/fmnist`` works in any folder.
+"""Recipes that come with the package, by name: ``--config fedmud/fmnist`` works in any folder.
 
 A wheel holds them as package data; a checkout has them in its top-level ``recipes``.
 """
@@ -43,7 +43,7 @@ def names() -> list[str]:
 
 
 def find(value: str) -> str:
-    """The file of a value of ``--config``: an existing file, or the recipe of that name.
+    """The file for a value of ``--config``: an existing file, or the recipe of that name.
 
     A file in the working directory comes before a recipe, with or without ``.yaml``. A name may be written as the
     path in the repository as well, ``recipes/quickstart.yaml``.
@@ -75,7 +75,7 @@ def find(value: str) -> str:
 
 
 def _near(name: str, known: list[str]) -> str:
-    """A sentence with recipes of similar names: similar as a whole, or in the last part."""
+    """A sentence that suggests recipes whose whole name or last part is similar."""
     last = {each: each.rpartition("/")[2] for each in known}
     similar = [each for each in known if name in (last[each], each.partition("/")[0])]
     similar += difflib.get_close_matches(name, known, _SHOWN, _SIMILAR)

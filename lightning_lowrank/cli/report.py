@@ -187,7 +187,7 @@ def report(
 
 
 def _write(folder: Path, files: Mapping[str, bytes]) -> list[Path]:
-    """Replace the files of an earlier report; files that no report wrote are never touched."""
+    """Replace the files of an earlier report; raise rather than overwrite any other file."""
     manifest = folder / _MANIFEST
     earlier = set(manifest.read_text("utf-8").splitlines()) if manifest.is_file() else set()
     others = [name for name in files if name not in earlier and (folder / name).exists()]
@@ -215,7 +215,7 @@ class Goal:
     budget: float | None = None
 
     def best(self, run: Run, within: float = math.inf) -> tuple[int, float] | None:
-        """Round (from 1) and value of the best round within a budget of bytes; of equal values the first.
+        """The best round, counted from 1, and its value, within a budget of bytes; the first of equal values.
 
         With an unknown direction, the last one. NaN only counts if all values are NaN.
         """
@@ -232,7 +232,7 @@ class Goal:
         return int(rounds[place]) + 1, float(values[place])
 
     def reached(self, run: Run) -> int | None:
-        """The first round whose value is as good as the target, rounded to float32 as logged values are."""
+        """The first round whose value reaches the target; both are rounded to float32, as logged values are."""
         rounds, values = run.column(self.metric)
         with np.errstate(over="ignore"):
             values, target = values.astype(np.float32), np.float32(self.target)
@@ -255,7 +255,7 @@ def _whole(number: float) -> str:
 def _figure(
     values: Sequence[float | None], form: Callable[[float], str], partly: bool = False
 ) -> tuple[str, tuple[float, float] | None]:
-    """The value that all runs of a group share, or its mean and deviation; empty if a run did not log it.
+    """The text and numbers of a table cell: the value that a group's runs share, or its mean and deviation.
 
     Args:
         values: A value for each run of the group.
@@ -279,7 +279,7 @@ def _column(groups: Groups, title: str, figure: Figure, form: Callable[[float], 
 
 
 def _with_round(groups: Groups, title: str, point: Callable[[Run], tuple[int, float] | None]) -> Column:
-    """A column of a value, and of its round in brackets."""
+    """A column of values with their rounds in brackets."""
     parts: list[Figure] = [lambda run, place=place: (point(run) or (None, None))[place] for place in (1, 0)]  # type: ignore[misc]
     value, number = _column(groups, title, parts[0], "{:.4f}".format), _column(groups, title, parts[1], _whole)
     texts = [f"{one} ({other})" if one else "" for one, other in zip(value.texts, number.texts, strict=True)]
@@ -338,7 +338,7 @@ def _results(groups: Groups, goal: Goal) -> Table:
 
 
 def _clients(groups: Groups, goal: Goal) -> Table:
-    """The clients of each row's first run, the ones with the worst values of the metric first."""
+    """The clients of each row's first run, ordered from the worst value of the metric."""
     judged = _judged(goal.metric).removesuffix("_worst10")
     rows: list[dict[str, str]] = []
     for name, group in groups.items():
@@ -362,7 +362,7 @@ def _clients(groups: Groups, goal: Goal) -> Table:
 
 
 def _settings(groups: Groups) -> Table:
-    """The usual settings, such as model and learning rate, then other settings that differ."""
+    """The usual settings, such as model and learning rate, followed by other settings that differ."""
     first = [group[0] for group in groups.values()]
     loops = [found_in(run.config, "federated") for run in first]
 
@@ -431,7 +431,7 @@ def _settings(groups: Groups) -> Table:
 
 
 def _others(groups: Groups, columns: Sequence[Sequence[str]]) -> list[str]:
-    """Settings that differ between runs and are not already distinguished by the summary columns."""
+    """Settings that differ between runs and that the other columns do not distinguish."""
     summed_up: tuple[str, ...] = ("lowrank", "model", "data", "optimizer", "trainer.callbacks")
     summed_up += tuple(
         f"federated.init_args.{name}" for name in ("algorithm", "partition", "clients", "uplink", "downlink")
@@ -454,7 +454,7 @@ def _others(groups: Groups, columns: Sequence[Sequence[str]]) -> list[str]:
 
 
 def answers(groups: Groups, goal: Goal) -> list[str]:
-    """Sentences that name the best runs: overall, within the budget, and by what it took to reach the target."""
+    """Sentences that name the best runs: overall, within the budget, and in reaching the target."""
     metric, higher = goal.metric, goal.higher
     if higher is None or len(groups) < 2:
         return []

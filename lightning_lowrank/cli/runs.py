@@ -55,7 +55,7 @@ _NOTHING = Series(np.empty(0, np.int64), np.empty(0))
 
 @dataclass(eq=False)
 class Run:
-    """A run's folder, and for each round (Lightning's epoch) the last value logged under each name.
+    """A run's folder, with the last value logged under each name in each round (Lightning's epoch).
 
     Attributes:
         folder: The folder.
@@ -99,7 +99,7 @@ class Run:
         return int(self.made[-1]) + 1 if len(self.made) else 0
 
     def first(self, rounds: int) -> Run:
-        """The run cut to its first rounds."""
+        """The run cut to its first ``rounds`` rounds."""
         if self.count <= rounds:
             return self
         kept = {name: Series(*(part[each.rounds < rounds] for part in each)) for name, each in self.figures.items()}
@@ -107,7 +107,7 @@ class Run:
         return Run(self.folder, kept, self.made[self.made < rounds], cut=True, problem=self.problem)
 
     def after(self, earlier: Run) -> Run:
-        """The run together with the first rounds of the run that it continues."""
+        """The run joined with the rounds of the earlier run that it continues."""
         made = np.union1d(earlier.made, self.made)
         names = dict.fromkeys((*earlier.figures, *self.figures))
         both = {name: (earlier.figures.get(name, _NOTHING), self.figures.get(name, _NOTHING)) for name in names}
@@ -126,12 +126,12 @@ class Run:
 
     @cached_property
     def facts(self) -> dict[str, list[float]]:
-        """The numbers that `FederatedLoop` wrote in addition to the metrics, such as ``seconds``."""
+        """The facts that `FederatedLoop` wrote next to the metrics, such as ``seconds``."""
         return read_facts(self.folder)
 
     @cached_property
     def clients(self) -> list[dict[str, str]]:
-        """A row for each client that the last validation judged: ``client``, ``samples`` and figures, by name."""
+        """The table of clients at the last validation, one row each: ``client``, ``samples`` and figures, by name."""
         try:
             with open(self.folder / "clients.csv", newline="", errors="replace") as file:
                 rows = list(itertools.islice(csv.DictReader(_lines(file)), _MOST_CLIENTS))
@@ -146,7 +146,7 @@ class Run:
 
     @property
     def went_on(self) -> bool:
-        """Whether the run continues another run, whose rounds are in that run's folder."""
+        """Whether the run continues another run, whose first rounds are in that run's folder."""
         return self.began is not None and self.began > 1
 
     @property
@@ -156,12 +156,12 @@ class Run:
 
     @cached_property
     def software(self) -> dict[str, str]:
-        """The versions that the run was made with, such as ``torch``'s, and this package's ``commit``."""
+        """Versions of the software that made the run, such as ``torch``'s, and this package's ``commit``."""
         return read_software(self.folder)
 
     @cached_property
     def settings(self) -> dict[str, Any]:
-        """All settings by the path of the argument: of the configuration, else of ``hparams.yaml``."""
+        """All settings by their path in the configuration, or else in ``hparams.yaml``."""
         found: dict[str, Any] = {}
 
         def walk(value: Any, path: str) -> None:
@@ -178,12 +178,12 @@ class Run:
 
 
 def printable(text: str) -> str:
-    """A text without characters that a terminal, a page or a font would not show as they are."""
+    """A text in which characters that are not printable are replaced."""
     return "".join(letter if letter.isprintable() else "\ufffd" for letter in text)
 
 
 def as_number(text: Any) -> float | None:
-    """A text as a number, ``None`` if it is none."""
+    """The number that a text represents; ``None`` if it represents none."""
     try:
         return float(text)
     except (TypeError, ValueError):
@@ -202,7 +202,7 @@ def mean_and_deviation(values: Any) -> tuple[Any, Any]:
 
 
 def find_runs(paths: Sequence[Path]) -> list[Run]:
-    """Every run in ``paths``, which are run folders or hold some.
+    """All runs in ``paths``, which are run folders or contain some.
 
     Raises:
         MisconfigurationException: If a path holds no run.
@@ -220,7 +220,7 @@ def find_runs(paths: Sequence[Path]) -> list[Run]:
 
 
 def read_run(folder: Path) -> Run:
-    """The run of a folder, by the columns of its ``metrics.csv``. Cells that are no number are left out.
+    """Read the run in a folder from its ``metrics.csv``; cells that are no numbers are left out.
 
     A run folder may come from anyone. A file that is none of a `CSVLogger`'s, or is larger than any run's, makes a run
     without rounds, whose ``problem`` says why.
@@ -253,7 +253,7 @@ def read_run(folder: Path) -> Run:
 
 
 def _read_columns(file: TextIO) -> dict[str, Series]:
-    """The numbers of each column of a CSV file, and the numbers of their rows."""
+    """The numbers in each column of a CSV file, with their row numbers."""
     reader = csv.reader(_lines(file))
     header = next(reader, [])
     width = len(header)
@@ -287,7 +287,7 @@ def _numbers(texts: Sequence[str], begin: int) -> Series:
 
 
 def _lines(file: TextIO) -> Iterator[str]:
-    """The lines of a file, none of them longer than any header."""
+    """The lines of a file; raises if a line is longer than any header can be."""
     while line := file.readline(_LONGEST_LINE):
         if len(line) == _LONGEST_LINE:
             raise csv.Error(f"a line of more than {_LONGEST_LINE:,} letters")
@@ -303,7 +303,7 @@ def _last_of_each(rounds: np.ndarray, values: np.ndarray) -> Series:
 
 
 def _end_of_fit(rows: Mapping[str, np.ndarray], epochs: np.ndarray) -> int:
-    """The first row of an evaluation after the fit, such as ``trainer.validate(ckpt_path="best")`` appends.
+    """The first row of ``metrics.csv`` from an evaluation after the fit, as of ``trainer.validate(ckpt_path="best")``.
 
     Its epoch is another one than the last round's. A federated run logs figures of its own in each round; in other runs
     an evaluation has ``val_…`` and ``test_…`` alone, and every other epoch has some ``train…`` too.
@@ -322,7 +322,7 @@ def _end_of_fit(rows: Mapping[str, np.ndarray], epochs: np.ndarray) -> int:
 
 
 def curve(group: Sequence[Run], against: str | None, metric: str) -> np.ndarray:
-    """Points of ``metric`` against rounds, or against another figure, for rounds in which all runs logged both.
+    """Points of ``metric`` over rounds, or over another figure, for the rounds in which all runs logged both.
 
     Returns:
         The place, the value, and the value's standard deviation over the runs, ``[points, 3]``. Means, of several runs.
@@ -339,7 +339,7 @@ def curve(group: Sequence[Run], against: str | None, metric: str) -> np.ndarray:
 
 
 def _load_config(file: Path) -> dict[str, Any]:
-    """The content of a YAML file; empty if it holds no configuration that can be read.
+    """The content of a YAML file; empty if it cannot be read as a configuration.
 
     Aliases may make a small file one of any size: its whole size is counted before it is built.
     """
@@ -368,7 +368,7 @@ def _load_config(file: Path) -> dict[str, Any]:
 
 
 def _expanded(node: yaml.Node, known: dict[int, float]) -> float:
-    """Number of nodes after expanding aliases; infinite if an alias contains itself."""
+    """The number of nodes after expansion of aliases; infinite if an alias contains itself."""
     if id(node) not in known:
         known[id(node)] = math.inf
         parts = node.value if isinstance(node, yaml.CollectionNode) else []
@@ -380,7 +380,7 @@ def _expanded(node: yaml.Node, known: dict[int, float]) -> float:
 
 
 def monitors(runs: Iterable[Run]) -> list[Monitor]:
-    """The figures that callbacks of the runs' configurations monitor."""
+    """The figures that callbacks in the runs' configurations monitor."""
     found = set()
     for run in runs:
         callbacks = found_in(run.config, "trainer", "callbacks")
@@ -392,7 +392,7 @@ def monitors(runs: Iterable[Run]) -> list[Monitor]:
 
 
 def run_figures(run: Run) -> dict[str, str | float]:
-    """The lines of a model card by name: a run's method, rounds, clients, bytes and last values."""
+    """The rows of a model card by name: a run's method, rounds, clients, bytes and last values."""
     found: dict[str, str | float] = {}
     algorithm = found_in(run.config, "federated", "algorithm")
     if algorithm is not None:
@@ -417,7 +417,7 @@ def run_figures(run: Run) -> dict[str, str | float]:
 
 
 def group_by_seed(runs: Sequence[Run]) -> list[list[Run]]:
-    """Group the runs whose configurations differ in nothing but the seed.
+    """Group the runs whose configurations differ only in the seed.
 
     Two runs belong together if their ``config.yaml`` files are equal except for:
 
@@ -456,7 +456,7 @@ def group_by_seed(runs: Sequence[Run]) -> list[list[Run]]:
 
 
 class _Configured(NamedTuple):
-    """A run with its seed, its other seeds by path, and the rest of its configuration as JSON."""
+    """A run's seed, its other seeds by path, and the rest of its configuration as JSON."""
 
     run: Run
     seed: int
@@ -483,7 +483,7 @@ def _without_seed(run: Run) -> _Configured | None:
 
 
 def short_names(groups: Sequence[Sequence[Run]]) -> list[str]:
-    """A name for each group of runs, all of them different.
+    """Distinct names, one for each group of runs.
 
     A group is called by its folders, as far as they differ from other groups' folders, without Lightning's
     ``version_…``. Groups of the same folder are called by what differs in their configurations: by class names first,
@@ -517,7 +517,7 @@ def _seed(group: Sequence[Run]) -> str:
 
 
 def found_in(config: Any, *names: str) -> Any:
-    """An argument of a configuration by its name, or ``None``; ``init_args`` between names are passed over."""
+    """An argument of a nested configuration by its names, or ``None``; ``init_args`` between names is skipped."""
     for name in names:
         inner = config.get("init_args", config) if isinstance(config, dict) else None
         config = inner.get(name) if isinstance(inner, dict) else None
@@ -525,7 +525,7 @@ def found_in(config: Any, *names: str) -> Any:
 
 
 def describe(value: Any, depth: int = 0) -> str:
-    """An argument's value as it would be written in Python: ``Dirichlet(alpha=0.3)``; empty for none.
+    """An argument's value as Python code: ``Dirichlet(alpha=0.3)``; empty for ``None``.
 
     Args:
         value: The value.
@@ -552,12 +552,12 @@ def _short(value: Any) -> str:
 
 
 def setting_text(path: str, value: Any) -> str:
-    """Short text of a setting's value: ``FedAvg``, ``4``."""
+    """A short text for a setting's value, such as ``FedAvg`` or ``4``."""
     return _cut(str(value).rpartition(".")[2] if path.endswith("class_path") else str(value))
 
 
 def argument(path: str) -> str:
-    """An argument's own name, of its path in a configuration."""
+    """The last name in an argument's path."""
     names = [name for name in path.split(".") if name not in ("class_path", "init_args") and not name.isdigit()]
     return _cut(names[-1]) if names else path
 
@@ -581,7 +581,7 @@ def differing(groups: Sequence[Sequence[Run]]) -> list[str]:
 
 
 def _differences(groups: Sequence[Sequence[Run]]) -> list[str]:
-    """For each group, in short, the settings that distinguish it from the others."""
+    """For each group, a short text of the settings that distinguish it from the others."""
     flat = [group[0].settings for group in groups]
     # Redundant: the factorization's class shows that layers are converted.
     paths = [path for path in differing(groups) if path not in ("lowrank", "lowrank.class_path")]
@@ -618,7 +618,7 @@ def _words(settings: dict[str, Any], paths: Sequence[str]) -> str:
 
 
 def _folder_names(bases: Sequence[tuple[str, ...]]) -> dict[tuple[str, ...], str]:
-    """The shortest distinct endings of paths, by path."""
+    """For each path, its shortest ending that no other path shares."""
     if len(bases) == 1:
         return {bases[0]: bases[0][-1]}
     shortest = min(map(len, bases)) - 1
@@ -633,7 +633,7 @@ def _shared(sequences: Sequence[Sequence[str]]) -> int:
 
 
 def _common_parts(group: Sequence[Run]) -> tuple[str, ...]:
-    """Several folders as one path, with braces around their differences, as a shell would read them.
+    """Several folders as one path, with their differences in braces, as a shell would expand them.
 
     Lightning's ``version_…`` are left out, for they say nothing of the runs.
     """

@@ -362,7 +362,7 @@ def _hints(path: str) -> Mapping[str, Any]:
 
 
 def _arguments(match: re.Match[str]) -> tuple[str, Iterable[str]]:
-    """Arguments of the class whose section contains the match."""
+    """The parameters of the class in whose section the match lies."""
     paths = _CLASS_PATH.findall(match.string[: match.start()])
     # For a class that is called later, the message has the class path after the match.
     if "expects a function" in match.string[: match.start()]:

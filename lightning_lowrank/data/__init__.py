@@ -1,4 +1,4 @@
-"""Datamodules for images, texts, language models and clients' own files; samples are in memory."""
+"""Datamodules for images, texts, language models and clients' own files; all samples are held in memory."""
 
 from lightning_lowrank.data.arrays import Arrays
 from lightning_lowrank.data.client_datasets import ClientDatasets

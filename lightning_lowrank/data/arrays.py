@@ -1,4 +1,4 @@
-"""`Arrays`: anyone's inputs and targets, as NumPy arrays or tensors."""
+"""`Arrays`: a datamodule for inputs and targets as NumPy arrays or tensors."""
 
 from __future__ import annotations
 
@@ -101,7 +101,7 @@ class Arrays(SplitsInMemory):
 
 
 def _dataset(tensors: Sequence[Tensor], rows: Rows, columns: Mapping[str, Column]) -> TensorDataset:
-    """A plain `TensorDataset`, with further columns as attributes."""
+    """A `TensorDataset` with further columns as attributes."""
     dataset = TensorDataset(*tensors)
     vars(dataset).update(columns, rows=rows)
     return dataset
@@ -155,7 +155,7 @@ def _samples(given: str | Pair | Mapping[str, Any], argument: str) -> TensorData
 
 
 def _column(given: Any, name: str, source: str, samples: int) -> Column:
-    """A column of integers or strings, one for each sample."""
+    """Check a column, and convert it to one integer or string per sample."""
     if name in _TAKEN or not name.isidentifier() or hasattr(TensorDataset, name):
         raise MisconfigurationException(f"{source}: no column can have the name {name!r}: give it another one")
     column = to_column(given, f"{source}: {name}", "give one integer or string for each sample")
@@ -165,7 +165,7 @@ def _column(given: Any, name: str, source: str, samples: int) -> Column:
 
 
 def to_tensor(given: Any, argument: str) -> Tensor:
-    """Numbers as a tensor, float64 as float32; ``argument`` names them in error messages."""
+    """Convert numbers to a tensor, float64 to float32; ``argument`` names them in error messages."""
     try:
         if not isinstance(given, Tensor):
             array = np.asarray(given)

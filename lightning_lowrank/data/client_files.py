@@ -441,7 +441,7 @@ def load_table(path: Path) -> Table:
 
 
 class _Columns:
-    """The columns of inputs and targets, the same in each of a data module's tables.
+    """The columns of inputs and targets, the same for all tables of a datamodule.
 
     Args:
         target: The column of targets.
@@ -454,7 +454,7 @@ class _Columns:
         self._all_others = features is None
 
     def arrays(self, table: Table) -> tuple[np.ndarray, np.ndarray]:
-        """Inputs, float32 ``(rows, features)``, and targets: integers, float32 or strings.
+        """The inputs, float32 ``(rows, features)``, and the targets, which are integers, float32 or strings.
 
         A column alone may hold lists of numbers.
 

@@ -1,4 +1,4 @@
-"""`ImageFolder`: anyone's images, in a folder for each class."""
+"""`ImageFolder`: a datamodule for images in one folder per class."""
 
 from __future__ import annotations
 
@@ -128,7 +128,7 @@ class ImageFolder(OwnImages):
         return _Files(found, Path(self.root).expanduser(), clients)
 
     def _check_depth(self, folder: Path, file: str, depth: int) -> None:
-        """Refuse an image one level too deep: ``clients`` may be set wrongly, or left out."""
+        """Raise if an image lies too deep in the folders, as when ``clients`` is set wrongly."""
         if depth > 2:
             form, remedy = "class/image", "for folders of clients, client/class/image, set clients=True"
             if self.clients:

@@ -8,7 +8,7 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
 
 class GlueTask(NamedTuple):
-    """The columns, labels and metric of one task.
+    """The columns, labels and metrics of a task of GLUE.
 
     A column has several names: that of the Hugging Face hub (``nyu-mll/glue``), and that of GLUE's own files.
     """
@@ -25,7 +25,7 @@ class GlueTask(NamedTuple):
 
     @property
     def regression(self) -> bool:
-        """Whether labels are numbers to predict, not classes."""
+        """Whether a task's labels are numbers to predict rather than classes."""
         return not self.labels
 
 

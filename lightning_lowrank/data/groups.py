@@ -1,4 +1,4 @@
-"""Groups of texts by length or by topic, for partitions of texts without labels.
+"""Groups of texts by length or topic, for partitions of texts without labels.
 
 They are given to partitions: ``Dirichlet(0.5, groups=LengthGroups(5))``.
 """

@@ -1,4 +1,4 @@
-"""`HuggingFaceImages`: anyone's images, as data sets of Hugging Face `datasets`."""
+"""`HuggingFaceImages`: a datamodule for image datasets of Hugging Face `datasets`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Images in memory: one ``uint8`` tensor, from which a batch is one gather.
+"""Images in memory as one ``uint8`` tensor, from which batches are gathered.
 
 Normalisation and augmentation are operations on the whole batch, because a federated round reads many small,
 differently shuffled pieces of one data set and pays the cost of fetching a batch often.

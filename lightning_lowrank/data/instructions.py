@@ -173,7 +173,7 @@ class Instructions(TextSplits):
         return table.select((kept if part == "fit" else held_out).tolist())
 
     def check_tokenizer(self, tokenizer: Any) -> None:
-        """Check that it has an end token, and a template where conversations need one."""
+        """Raise if the tokenizer has no end token, or no chat template although conversations need one."""
         super().check_tokenizer(tokenizer)
         if self.messages is not None:
             if getattr(tokenizer, "chat_template", None) is None:

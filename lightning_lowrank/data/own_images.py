@@ -37,7 +37,7 @@ class Pictures:
     """Rows of these images among all that were found; ``None``: all of them."""
 
     def open(self, row: int) -> Image.Image:
-        """An image.
+        """Open an image of a row.
 
         Raises:
             OSError: If it cannot be read.
@@ -119,7 +119,7 @@ class OwnImages(VisionDataModule):
         self._pictures: dict[str, Pictures] = {}
 
     def find_splits(self) -> tuple[Pictures, Pictures | None, Pictures | None]:
-        """The images to train on, to test on and to validate on.
+        """The images for training, test and validation.
 
         ``None`` for tests: a share of the first is held out. ``None`` for validation: what ``validation`` says. It sets
         ``classes`` unless the constructor has.

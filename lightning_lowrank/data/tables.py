@@ -89,7 +89,7 @@ class Table:
 
 
 class HasColumns:
-    """Mixin for a dataset that also has the columns of a `Table` or of a `datasets.Dataset`."""
+    """Mixin for datasets with further columns, from a `Table` or a `datasets.Dataset`."""
 
     columns: Any = None
     """What else is known of each sample, if anything; of as many rows as there are samples."""
@@ -103,7 +103,7 @@ class HasColumns:
         return [] if self.columns is None else self.columns.column_names
 
     def column(self, name: str) -> Sequence[Any]:
-        """A column.
+        """A column by name.
 
         Raises:
             KeyError: If there is none of this name.
@@ -232,7 +232,7 @@ def table_of(rows: Any, source: str, first_line: int | None = None) -> Table:
 
 
 def check_stored(rows: Any, source: str) -> None:
-    """Raise if it is no `datasets.Dataset`, such as a streamed one, has a transform, or has no rows.
+    """Raise unless ``rows`` is a `datasets.Dataset` in memory, without a transform and with at least one row.
 
     Raises:
         MisconfigurationException: If it is refused.
@@ -294,7 +294,7 @@ def load_splits(dataset: Any, root: str | None, user: str) -> Mapping[str, Any]:
 
 
 def split_of(splits: Mapping[str, Any], name: str, argument: str) -> Any:
-    """A split by its name.
+    """A split of a dataset, by name.
 
     Raises:
         MisconfigurationException: If there is none; ``argument`` is what names it.

@@ -148,7 +148,7 @@ class TextClassification(TextSplits):
         return read_table(path, COLA_COLUMNS if self.task == "cola" and part != "test" else None)
 
     def _read_two_columns(self, path: Path) -> Table:
-        """The text and the label of each line of a file, except the header's."""
+        """The texts and labels of a file's lines, without the header."""
         lines = read_text(path).removesuffix("\n").split("\n")
         samples = []
         for number, line in enumerate(lines, start=1):

@@ -130,7 +130,7 @@ class TextSplits(SplitsInMemory):
         return self._loaded
 
     def check_tokenizer(self, tokenizer: Any) -> None:
-        """Raise if the tokenizer is unsuitable."""
+        """Raise if the tokenizer does not support ``max_length``."""
         if not self.max_length <= tokenizer.model_max_length:
             raise MisconfigurationException(
                 f"max_length={self.max_length} does not fit tokenizer={self.tokenizer!r}, which takes"
@@ -139,6 +139,6 @@ class TextSplits(SplitsInMemory):
 
 
 def names_of_parts(given: Sequence[str | None], dataset: Any, files: Sequence[str], splits: Sequence[str]) -> list[str]:
-    """Names of the three splits: the ones given, or the defaults for files or for a data set's splits."""
+    """Names of the three splits: the given ones, completed by defaults for files or for datasets."""
     defaults = files if dataset is None else splits
     return [name or default for name, default in zip(given, defaults, strict=True)]

@@ -1,4 +1,4 @@
-"""`TinyImageNet`: its archive, and its JPEG files decoded once for all runs."""
+"""`TinyImageNet`: downloaded as an archive, and decoded once for all runs."""
 
 import tempfile
 from pathlib import Path
@@ -52,12 +52,12 @@ class TinyImageNet(PhotographDataModule):
 
     @property
     def folder(self) -> Path:
-        """The unpacked archive."""
+        """The folder of the unpacked archive."""
         return Path(self.root).expanduser() / "tiny-imagenet-200"
 
     @property
     def decoded(self) -> Path:
-        """The file of decoded images."""
+        """The path of the file with all decoded images."""
         return self.folder.with_suffix(".safetensors")
 
     def prepare_data(self) -> None:

@@ -106,7 +106,7 @@ class TokenizedTexts(HasColumns, Dataset[dict[str, Any]]):
 
 
 class AnsweredTexts(TokenizedTexts):
-    """Tokenised texts with labels for some tokens, such as those of the answers to prompts.
+    """Tokenised texts with labels for some of their tokens, such as those of answers to prompts.
 
     A sample is ``{"input_ids": tokens, "labels": labels}``, both of the text's own length. Labels are the tokens
     themselves where they are to be predicted, and -100 elsewhere. A model of transformers shifts them by one itself.

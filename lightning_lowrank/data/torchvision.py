@@ -1,4 +1,4 @@
-"""The image data sets that torchvision downloads and reads."""
+"""Datamodules of the image datasets that torchvision downloads and reads."""
 
 from collections.abc import Callable
 from typing import Any, ClassVar
@@ -12,7 +12,7 @@ from lightning_lowrank.data.vision import VisionDataModule
 
 
 class TorchvisionDataModule(VisionDataModule):
-    """Base class of the data sets that torchvision downloads and reads.
+    """Base class of datamodules for datasets that torchvision downloads and reads.
 
     Class attributes besides those of `VisionDataModule`: ``files``, the files in ``root`` that messages name, and
     ``dataset_class``, torchvision's class; a subclass may override `open_dataset` instead.

@@ -1,4 +1,4 @@
-"""`VisionDataModule`, the base class of the image data sets, and `Digits`.
+"""`VisionDataModule`, the base class of the image datamodules, and `Digits`.
 
 A new data set needs its class attributes and `VisionDataModule.load_images`.
 """
@@ -176,7 +176,7 @@ class Digits(VisionDataModule):
         self._rows: dict[bool, Rows] = {}
 
     def load_images(self, train: bool) -> tuple[Tensor, Tensor]:
-        """The images of the training share, or the others."""
+        """The images of the training part, or of the test part, and their class indices."""
         from sklearn.datasets import load_digits
 
         digits = load_digits()
