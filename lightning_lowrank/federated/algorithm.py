@@ -1,4 +1,4 @@
-"""The base class of federated methods: nine hooks, and the claims that a method makes about itself.
+"""The base class of federated methods: nine hooks, and the declared properties of a method.
 
 `FederatedLoop` calls the hooks. A published method overrides those in which it differs from federated averaging, in one
 short file under ``lightning_lowrank/algorithms``. What few methods need is in `lightning_lowrank.federated.protocols`.
@@ -21,7 +21,7 @@ from lightning_lowrank.federated.state import Base, ClientContext, ClientInfo, S
 
 @dataclass(frozen=True)
 class LocalStep:
-    """What a method may read of a local step, made by one client or by several together.
+    """The properties of a local step that a method may read; one client makes the step, or several together.
 
     Where clients step together every tensor has them as its first dimension, ``[clients, …]``. A method that acts on
     each number alone, and uses `expand` for what is one number per client, serves both.

@@ -100,7 +100,7 @@ class Attack(Configured, ABC):
         self.clients = given
 
     def members(self, sizes: Sequence[int], seed: int) -> tuple[int, ...]:
-        """The attackers' ids, ascending; ``sizes`` are the clients' numbers of samples, and none without is drawn.
+        """The attackers' ids, ascending. ``sizes`` are clients' numbers of samples; clients without any are not drawn.
 
         Raises:
             MisconfigurationException: If there are not as many clients, or no such ids.

@@ -70,9 +70,9 @@ class CarriedValues:
         named = names if names and self._reach(batch) else shadows
         if named:
             rank_zero_warn(
-                f"training changes attributes of the module: {listed(named)}. They go on from one client to the next"
-                " and are not averaged. Register what belongs to the model as a buffer, so that each client starts from"
-                " the global value."
+                f"training changes attributes of the module: {listed(named)}. Their values pass from one client to the"
+                " next and are not averaged. Register what belongs to the model as a buffer, so that each client"
+                " starts from the global value."
             )
         return bool(named)
 

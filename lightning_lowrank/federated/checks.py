@@ -77,7 +77,7 @@ def in_no_optimizer(module: nn.Module, optimizers: Iterable[Optimizer]) -> list[
 
 
 def check_optimizers(trainer: pl.Trainer, module: nn.Module) -> None:
-    """Refuse a module without an optimizer, trainable parameters in none, and schedulers that count across clients."""
+    """Refuse parameters in no optimizer, optimized ones from elsewhere, and schedulers that count across clients."""
     for config in trainer.lr_scheduler_configs:
         if config.interval == "step" and config.frequency != 1:
             raise MisconfigurationException(
@@ -99,9 +99,9 @@ def check_optimizers(trainer: pl.Trainer, module: nn.Module) -> None:
     if foreign:
         raise MisconfigurationException(
             f"an optimizer holds {len(foreign)} parameters, such as one of shape {list(foreign[0].shape)}, that are no"
-            f" part of {type(module).__name__}, so that they would go from client to client: make them a part, as"
-            " self.loss_fn = ArcFace() does, and a list or dictionary of modules does not (nn.ModuleList,"
-            " nn.ModuleDict)."
+            f" part of {type(module).__name__}, so that their values would pass from client to client: assign their"
+            " module to an attribute, as in self.loss_fn = ArcFace(), and several in an nn.ModuleList or"
+            " nn.ModuleDict, not in a list or dictionary."
         )
 
 
@@ -111,7 +111,7 @@ def refuse_plateaus_of_steps(schedulers: Sequence[Any]) -> None:
         if config.interval == "step" and config.reduce_on_plateau:
             raise MisconfigurationException(
                 f"{type(config.scheduler).__name__} with interval='step' looks at {config.monitor!r} after each step,"
-                " and what a client logs is known when it has ended: set interval='epoch', which counts rounds."
+                " but a client's figures are known only at its end: set interval='epoch', which counts rounds."
             )
 
 
@@ -133,12 +133,12 @@ def check_validation_interval(trainer: Any, turns: Callable[[], int] | None, sta
     meaning = f"val_check_interval={every} counts {'chunks of clients that step together' if stacked else 'clients'}"
     meaning += ", not batches"
     if trainer.check_val_every_n_epoch is None:
-        return [f"{meaning}, from one round to the next."]
+        return [f"{meaning}, across rounds."]
     first = None if turns is None else turns()
     if first is not None and every > first:
         raise MisconfigurationException(
             f"{meaning}, and the first round has {first}: set a share of a round, such as val_check_interval=0.5, or"
-            " check_val_every_n_epoch=None, with which they are counted from one round to the next."
+            " check_val_every_n_epoch=None, which counts across rounds."
         )
     return [f"{meaning}, of each round."]
 
@@ -171,7 +171,7 @@ def check_followed(
     trained: Mapping[str, Tensor],
     before: Mapping[str, Tensor] | None,
 ) -> None:
-    """Refuse a change of the trained parameters in round ``number`` that the method or the optimizers cannot follow.
+    """Refuse a change of the trained parameters in a round, if the method or the optimizers cannot follow it.
 
     Args:
         settings: The experiment's settings.
@@ -232,7 +232,7 @@ def check_factor_gradients(
     )
     if len(unseen) == trained:
         raise MisconfigurationException(said)
-    rank_zero_warn(f"{said} Layers of which only some batches make use get theirs later.")
+    rank_zero_warn(f"{said} Layers that only some batches use get their gradients later.")
 
 
 def check_memory(loop: Any, module: nn.Module) -> None:
@@ -244,8 +244,8 @@ def check_memory(loop: Any, module: nn.Module) -> None:
     if shared:
         raise MisconfigurationException(
             f"{' and '.join(shared[0])} lie in the same memory, as two tensors, and {loop.algorithm!r} with"
-            f" uplink={loop.uplink!r}, downlink={loop.downlink!r} and buffers={loop.buffers!r} may make two values of"
-            " them: have one Parameter under both names, as tied weights are, or use FedAvg without codecs."
+            f" uplink={loop.uplink!r}, downlink={loop.downlink!r} and buffers={loop.buffers!r} may give them different"
+            " values: use one Parameter under both names, as for tied weights, or use FedAvg without codecs."
         )
 
 
@@ -309,8 +309,8 @@ def _why_no_trials(callback: Callback) -> str:
     if not isinstance(callback, (BatchSizeFinder, LearningRateFinder)):
         return ""
     return (
-        " makes trial fits, which would be rounds of the experiment: tune without FederatedLoop first, and set what it"
-        " finds."
+        " makes trial fits, which would be rounds of the experiment: tune without FederatedLoop first, and set the"
+        " values that are found."
     )
 
 
@@ -467,16 +467,16 @@ def check_factors_move(module: nn.Module, trained: Iterable[str], asking: str) -
             still.append(layer_name)
     if still:
         raise MisconfigurationException(
-            f"{asking}: none of the factors of {listed(still)} that are trained can move, since they meet a factor that"
-            " is zero, and all their steps would be noise: train the other factor too (LoRA's B, not A alone), or begin"
-            " with one that is not zero."
+            f"{asking}: none of the factors of {listed(still)} that are trained can move, since each is multiplied by"
+            " a factor that is zero, and all their steps would be noise: train the other factor too (LoRA's B, not A"
+            " alone), or initialise it to other values than zero."
         )
 
 
 _OF_STATISTICS: dict[BufferPolicy, str] = {
     "average": "are averaged over clients and may fit no model",
-    "reset": "each client begins anew and are averaged, and may fit no model",
-    "local": "stay with their clients, and the global model keeps those it began with",
+    "reset": "start anew at each client, are averaged, and may fit no model",
+    "local": "stay with their clients, while the global model keeps its initial ones",
 }
 
 
@@ -511,8 +511,8 @@ def notes(module: pl.LightningModule, buffers: BufferPolicy, schedulers: Sequenc
     layers = _layers_that_track(module)
     if layers and buffers == "local":
         found.append(
-            f"buffers='local' keeps the statistics of {layers} BatchNorm layers with their clients: the global"
-            " model is validated with those it began with."
+            f"buffers='local' keeps the statistics of {layers} BatchNorm layers with their clients: the global model"
+            " is validated with its initial statistics."
         )
     outside = [name for name in _readers_of(module, "global_step") if name in _OUTSIDE_OF_STEPS]
     if outside:
@@ -531,7 +531,7 @@ def notes(module: pl.LightningModule, buffers: BufferPolicy, schedulers: Sequenc
         found.append(
             f"PEFT wrapped parts of {listed(bypassed)}, and torch evaluates an nn.TransformerEncoderLayer by the base"
             " weights, without the adapters: call torch.backends.mha.set_fastpath_enabled(False) before the fit, or"
-            " validation and test are of the model that was not fine-tuned."
+            " validation and test evaluate the model without its adapters."
         )
     if schedulers and not module.automatic_optimization:
         found.append("manual optimization: every learning rate scheduler is wound back at each client's start.")
@@ -576,7 +576,7 @@ def local_part_advice(algorithm: Algorithm, remedy: str = _BY_PERSONAL_TEST) -> 
         return []
     return [
         f"{type(algorithm).__name__} keeps {algorithm.claims.local_part} with the clients: the global model is"
-        f" validated with the values that it began with, whatever val_acc or the like says. {remedy}"
+        f" validated with the initial values of this part, and figures such as val_acc are of that model. {remedy}"
     ]
 
 

@@ -43,7 +43,7 @@ from lightning_lowrank.metric_direction import direction, monitors_of
 from lightning_lowrank.seeding import derive_seed, generator
 
 NOT_JUDGED = (
-    "the models of single clients and of further sizes are not judged, only the module's own weights. The fit logs"
+    "clients' own models and models of further sizes are not judged, only the module's own weights. The fit logs"
     " their figures."
 )
 NO_VALIDATION = (
@@ -66,8 +66,8 @@ def left_out(module: pl.LightningModule) -> list[str]:
     kind = type(module).__name__
     return [
         f"{kind}.on_{stage}_end() runs once a {stage}, not for each of the models of single clients and of further"
-        f" sizes, and neither does on_{stage}_start(). What they reset goes on from one model to the next: reset it in"
-        f" on_{stage}_epoch_start(), which runs for each."
+        f" sizes, and neither does on_{stage}_start(). State that these hooks reset would pass from one model to the"
+        f" next: reset it in on_{stage}_epoch_start(), which runs for each."
         for stage in ("validation", "test")
         if overrides(module, f"on_{stage}_end")
     ]
@@ -394,7 +394,7 @@ class FurtherModels:
                 raise
 
     def evaluate(self, trainer: Any, module: pl.LightningModule, stage: Literal["validate", "test"]) -> None:
-        """Log figures of clients' personal models on their test data, and of variants on all test data.
+        """Log figures of clients' personal models on the clients' test data, and of variants on all test data.
 
         Where a module was given other weights after the fit, there are no such models of these, and nothing is logged.
         """
@@ -460,7 +460,9 @@ class FurtherModels:
                 higher, why = direction(name, of_metrics.get(name), monitors)
                 if higher is None and name not in self._of_no_direction:
                     self._of_no_direction.add(name)
-                    rank_zero_warn(f"{model}/{name}_worst10 is not logged, for its worst values are not known: {why}.")
+                    rank_zero_warn(
+                        f"{model}/{name}_worst10 is not logged, because its worst values are unknown: {why}."
+                    )
                 logged.update(figures(values, name, higher, model))
         columns = {f"{model}/{name}": values for model, (found, _) in judged.items() for name, values in found.items()}
         write_client_table(trainer, stage, evaluation.samples, columns, divided.names)

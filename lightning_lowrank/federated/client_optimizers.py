@@ -153,7 +153,7 @@ class ClientOptimizers:
         self._most_steps = 0
 
     def check(self, clients: Iterable[int]) -> None:
-        """Refuse an unknown option of a client, and a learning rate of its own that a step-wise scheduler changes."""
+        """Refuse unknown options of clients, and clients' learning rates that a step-wise scheduler would change."""
         groups = [group for optimizer in self._optimizers for group in optimizer.param_groups]
         for client in clients:
             options = self._options_of(client)
@@ -359,7 +359,7 @@ class ClientOptimizers:
 def _changed_in_steps(client: int, name: str, value: Any) -> MisconfigurationException:
     return MisconfigurationException(
         f"client_settings of client {client} sets {name}={value}, which a scheduler or the module changes in steps:"
-        " leave out the one or the other."
+        " leave out one of the two."
     )
 
 

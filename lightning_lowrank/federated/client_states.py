@@ -63,7 +63,9 @@ def flatten_state(value: Any) -> tuple[list[Any], list[Tensor]]:
             return ["list" if isinstance(part, list) else "tuple", [described(entry) for entry in part]]
         if part is None or isinstance(part, (bool, int, float, str)):
             return ["plain", part]
-        raise TypeError(f"{part!r} of type {type(part).__name__} is kept; only tensors and plain Python may be.")
+        raise TypeError(
+            f"{part!r} of type {type(part).__name__} cannot be kept in a state: only tensors and plain Python can."
+        )
 
     return described(value), tensors
 

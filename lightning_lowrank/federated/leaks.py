@@ -203,8 +203,8 @@ def refuse_frozen(changed: Sequence[str]) -> None:
     if changed:
         raise MisconfigurationException(
             f"training changes {len(changed)} frozen parameters, as an exponential moving average does:"
-            f" {listed(changed)}. A client would start from what the"
-            " last one left. Set FederatedLoop(ema_parameters=[...]) with patterns of their names, such as"
+            f" {listed(changed)}. A client would start from the previous client's values. Set"
+            " FederatedLoop(ema_parameters=[...]) with patterns of their names, such as"
             f" {changed[0].split('.')[0] + '*'!r}, so that they are sent and averaged like buffers."
         )
 
@@ -275,8 +275,8 @@ class Isolation:
             self._named.update(names)
             if names and self._stacked:
                 rank_zero_warn(
-                    f"steps change what an optimizer holds beside its state: {listed(names)}. It goes on from one"
-                    " client to the next, whatever optimizer_state says: keep it in the optimizer's state or"
+                    f"steps change what an optimizer holds beside its state: {listed(names)}. Their values pass from"
+                    " one client to the next, whatever optimizer_state is: keep them in the optimizer's state or"
                     " param_groups."
                 )
             self.suspects += names

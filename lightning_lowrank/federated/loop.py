@@ -207,7 +207,7 @@ class FederatedLoop(FederatedSettings, Callback):
             RuntimeError: At a real site, whose server is elsewhere.
         """
         if not isinstance(self.exchange, Coordinator):
-            raise RuntimeError(f"{type(self.exchange).__name__} has no server's half: it is elsewhere.")
+            raise RuntimeError(f"{type(self.exchange).__name__} has no server half: the server is another process.")
         return self.exchange
 
     @property
@@ -567,9 +567,9 @@ class FederatedLoop(FederatedSettings, Callback):
         """
         if trainer.state.fn == "fit" and self.state_key not in checkpoint.get("callbacks", {}):
             raise MisconfigurationException(
-                f"ckpt_path={str(trainer.ckpt_path)!r} is of a fit without FederatedLoop, of its"
-                f" epoch {checkpoint.get('epoch', 0) + 1}: rounds would be counted from there, and of what clients keep"
-                " there is nothing. Load its weights into the module, as by"
+                f"ckpt_path={str(trainer.ckpt_path)!r} is of a fit without FederatedLoop, of its epoch"
+                f" {checkpoint.get('epoch', 0) + 1}: rounds would be counted from that epoch, and clients' states are"
+                " missing. Load its weights into the module, as by"
                 " module.load_state_dict(torch.load(path)['state_dict']), and fit without ckpt_path."
             )
 

@@ -339,7 +339,7 @@ class Rounds(OfTheRun):
             self.exchange.drop(client, before[client], error)
 
     def _said_lone(self, clients: Sequence[int]) -> bool:
-        """Warn once of clients whose last batch has one sample; return whether all of ``clients`` are such."""
+        """Warn once of clients whose last batch has one sample; return whether each of ``clients`` has such a batch."""
         loader, samples = self._data.training_loader, self._data.planner.samples
         assert loader is not None
         lone = [client for client in range(len(samples)) if leaves_one(int(samples[client]), loader)]

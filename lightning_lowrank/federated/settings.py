@@ -81,7 +81,7 @@ def _meant(given: Any) -> str:
             return "IID() or Dirichlet(0.3), an object"
         if "." in text or os.sep in text:
             return f"FromIndices({text!r}) for a file of clients' indices, ByKey(column, file={text!r}) for one of keys"
-        return f"ByKey({text!r}) for the column, or field of the samples, that says whose each one is"
+        return f"ByKey({text!r}) for the column, or field of the samples, that names each sample's client"
     if callable(given):
         return "ByKey(function) for a function of the dataset that returns each sample's key"
     if isinstance(given, (Mapping, Sequence, np.ndarray, Tensor)):
@@ -410,8 +410,8 @@ class FederatedSettings(Configured):
         _check(
             privacy.noise_at == "server" or all(codec.additive for codec in self.uplink),
             f"uplink={self.uplink!r} drops or rounds a part of the noise that each client adds before it encodes its"
-            " message, and their sum has less than what ClientPrivacy(noise_at='clients') accounts: leave it out, or"
-            " use noise_at='server'.",
+            " message, and the noise of the sum would be below that which ClientPrivacy(noise_at='clients') accounts"
+            " for: leave it out, or use noise_at='server'.",
         )
 
     @property

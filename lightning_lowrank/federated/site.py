@@ -20,7 +20,8 @@ from lightning_lowrank.federated.stages import RoundStage
 from lightning_lowrank.federated.state import ClientInfo
 
 SEED_IS_KNOWN = (
-    "draws its noise by the recipe's seed, which server and sites all have, and could take away: set secure=True."
+    "draws its noise from the recipe's seed, which the server and all sites know, so that they could subtract the"
+    " noise: set secure=True."
 )
 
 

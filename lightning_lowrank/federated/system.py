@@ -164,8 +164,8 @@ class SystemModel(Configured):
     ) -> None:
         if seconds_per_sample is not None and (speed is not None or operations is not None):
             raise MisconfigurationException(
-                f"seconds_per_sample={seconds_per_sample!r} says what a sample takes, as speed={speed!r} and"
-                f" operations={operations!r} do: give one of them."
+                f"seconds_per_sample={seconds_per_sample!r} is the time of a sample, which is also given by"
+                f" speed={speed!r} and operations={operations!r}: give one of them."
             )
         amounts = {
             "bandwidth": bandwidth,

@@ -111,15 +111,15 @@ class Wire:
         coarse = [type(codec).__name__ for codec in uplink if codec.sparse or isinstance(codec, Sign)]
         if coarse and OwnCodec.of(algorithm).encodes_values:
             raise MisconfigurationException(
-                f"{name} sends the values of the numbers that it chooses, of which {coarse[0]} would leave nothing that"
-                f" can be averaged: give uplink=[Half()] or [Quantize()], or leave it out; it is {list(uplink)!r}."
+                f"{name} sends the values of the numbers that it chooses, and after {coarse[0]} these could not be"
+                f" averaged: give uplink=[Half()] or [Quantize()], or leave it out; it is {list(uplink)!r}."
             )
         if not downlink:
             return
         if self.splits and self.downlink.error_feedback:
             raise MisconfigurationException(
-                f"downlink={downlink!r}: {name} announces changes of frozen weights, of which every copy takes the same"
-                " encoding once, and error feedback has no later message to add their losses to: leave out"
+                f"downlink={downlink!r}: {name} announces changes of frozen weights, each once and in one encoding for"
+                " all copies, and error feedback has no later message to add their losses to: leave out"
                 " error_feedback, and use Half() or Quantize()."
             )
         if self.splits and isinstance(algorithm, OwnCodec):
@@ -129,8 +129,9 @@ class Wire:
         sparse = [type(codec).__name__ for codec in downlink if codec.sparse]
         if sparse and not self.downlink.error_feedback:
             raise MisconfigurationException(
-                f"downlink={downlink!r}: {sparse[0]} would set to zero what it leaves out of the model. Give the first"
-                " codec error_feedback=True, with which differences are sent, or use Half() or Quantize() alone."
+                f"downlink={downlink!r}: {sparse[0]} would set to zero the numbers of the model that it leaves out."
+                " Give the first codec error_feedback=True, so that differences are sent, or use Half() or Quantize()"
+                " alone."
             )
 
     @property
@@ -280,8 +281,8 @@ class Wire:
         if new:
             rank_zero_warn(
                 f"error_feedback=True of the uplink has no effect on {len(new)} of {len(residual)} tensors, such as"
-                f" {new[0]}: {type(self._algorithm).__name__} draws what they multiply anew in each round, and what was"
-                " lost in the old ones is forgotten."
+                f" {new[0]}: {type(self._algorithm).__name__} redraws the factors that multiply them in each round,"
+                " and drops the residuals of earlier rounds."
             )
 
     def up_bytes(self, base: Base, schema: Schema, codec: Codec | None) -> int:

@@ -110,8 +110,8 @@ class SubcommandCLI(LightningCLI):
         missing = [name for name in _NEEDED if not hasattr(LightningCLI, name)]
         if missing:
             raise MisconfigurationException(
-                f"the LightningCLI of lightning {lightning.__version__} has no {', '.join(missing)}, on which the"
-                " command line builds: use lightning 2.6, or build the trainer in Python."
+                f"the LightningCLI of lightning {lightning.__version__} has no {', '.join(missing)}, which the command"
+                " line needs: use lightning 2.6, or build the trainer in Python."
             )
         read_counts_as_counts()
         replace_lists_whole()

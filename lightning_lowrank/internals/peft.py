@@ -102,7 +102,9 @@ def holds_numbers(layer: nn.Module) -> bool:
 def why_nothing_beside(base: nn.Module) -> str:
     """Why a quantised layer cannot add a change to its outputs; empty if it can."""
     if isinstance(base, (nn.Embedding, nn.Conv1d, nn.Conv2d, nn.Conv3d)):
-        return f"it is quantised, and a change can be kept beside linear layers only, not {type(base).__name__}"
+        return (
+            f"it is quantised, and a change can be stored separately for linear layers only, not {type(base).__name__}"
+        )
     return ""
 
 

@@ -292,7 +292,9 @@ class _PeftAdapter(Adapter):
 
     def _fold(self, matrix: Tensor, add: Add) -> None:
         if self.quantised:
-            raise ValueError(f"layer {self.name!r} is quantised: keep changes of its base weight beside it.")
+            raise ValueError(
+                f"layer {self.name!r} is quantised: changes of its base weight are stored separately, see `beside`."
+            )
         weight = self._layer.get_base_layer().weight
         matrix = matrix.to(working_dtype(weight.dtype))
         add(weight, (matrix.T if self._stored_by_input else matrix).reshape(weight.shape))

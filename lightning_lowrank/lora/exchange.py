@@ -1,4 +1,4 @@
-"""The factors that `FedLoRA` exchanges in each round, and the stored values of the others.
+"""The factors that `FedLoRA` exchanges in each round, and the stored values of factors that it does not send.
 
 An operator may send other factors in one round than in the next. Then a client that sat rounds out lacks the changes of
 several, and the server counts the versions of each factor and those that each client has heard.

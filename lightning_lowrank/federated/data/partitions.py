@@ -53,7 +53,7 @@ def _check_count(name: str, value: int, minimum: int) -> int:
 
 
 def agreed(clients: int | None, number: int, known: str) -> int:
-    """The number of clients that a partition implies; raise if the user asked for another; ``known`` says why."""
+    """The number of clients that a partition implies, as ``known`` says; raises if the user gave another number."""
     if clients is not None and clients != number:
         raise MisconfigurationException(f"clients={clients}, but {known}: set clients={number}, or leave it out.")
     return number
@@ -146,7 +146,7 @@ class Partition(Configured, ABC):
             MisconfigurationException: If the partition does not say whose the samples of another data set are.
         """
         raise MisconfigurationException(
-            f"personal_test='by_client' needs a partition that says whose the evaluation samples are too, and"
+            "personal_test='by_client' needs a partition that also assigns the evaluation samples, and"
             f" {type(self).__name__} does not: use ByKey, FromIndices with 'test', or personal_test='matched_labels'."
         )
 

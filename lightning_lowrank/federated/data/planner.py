@@ -189,7 +189,7 @@ class RoundPlanner:
         )
 
     def client_steps(self, rounds: Iterable[int], group_of: Callable[[int], int], limit: int | None = None) -> int:
-        """The number of optimizer steps in some rounds of a client that has the most in each.
+        """The number of optimizer steps in some rounds, counting in each the client with the most steps.
 
         Args:
             rounds: Their numbers; may go on for ever where there is a ``limit``.

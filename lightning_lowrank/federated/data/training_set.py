@@ -290,9 +290,10 @@ class RoundData:
             return None
         if self.label_names is not None:
             raise MisconfigurationException(
-                "the method or objective compares labels with the model's outputs, and those are strings, such as"
-                f" {self.label_names[0]!r}, of which nobody can tell the output: give FederatedLoop(labels=...), a"
-                " function dataset -> labels that returns the number of each sample's class."
+                "the method or objective compares labels with the model's outputs, and the labels are strings, such"
+                f" as {self.label_names[0]!r}, whose positions in the outputs are unknown: give"
+                " FederatedLoop(labels=...), a function dataset -> labels that returns the number of each sample's"
+                " class."
             )
         labels = self.label_values[self.indices[client]]
         return self._poisoned.labels(labels) if self._poisoned and client in self._attackers else labels

@@ -303,7 +303,7 @@ def time_both(
     """
     with trial(trainer, loader, chunk, _TRIED_STEPS) as (together, alone):
         count = len(chunk.clients)
-        # Compiled for the trial only: the fit compiles again, with the method's objective.
+        # These steps are compiled for the trial only: the fit compiles again, with the method's objective.
         compiled = CompiledSteps(module, count, loader.batch_size, None, silent=True) if compiles else None
         stack = ClientStack(trainer, module, trained_tensors(module), count, compiled=compiled, defers=defers)
         try:

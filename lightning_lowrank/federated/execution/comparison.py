@@ -69,7 +69,7 @@ def difference(trainer: Any, module: pl.LightningModule, chunk: Chunk, loader: R
         if is_of_memory(error):
             raise
         return ""
-    return f"a client's step is another together: {found}" if found else ""
+    return f"a client's step changes when clients step together: {found}" if found else ""
 
 
 class _BackwardFails(Exception):
@@ -129,7 +129,9 @@ class _Comparison:
             try:
                 total.backward()
             except RuntimeError as error:
-                raise _BackwardFails(f"its backward pass fails together: {str(error).splitlines()[0]}") from error
+                raise _BackwardFails(
+                    f"its backward pass fails when clients step together: {str(error).splitlines()[0]}"
+                ) from error
             return [_results(stack, parts[part][0].numbers[place], place, *noted[part]) for part, place in chosen]
         finally:
             stack.close()

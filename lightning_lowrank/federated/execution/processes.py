@@ -297,7 +297,7 @@ def check_processes(
         for name, value in theirs.items():
             if value != mine[name]:
                 raise MisconfigurationException(
-                    f"the {name} of process {rank} is another than that of process {trainer.global_rank}: give all"
+                    f"the {name} of process {rank} differs from that of process {trainer.global_rank}: give all"
                     " processes the same data and arguments, with a seed for whatever is drawn."
                 )
     per_round = data.planner.clients_per_round

@@ -125,8 +125,8 @@ class SampleGradients:
             if given.get("reduce_fx", "mean") not in ("mean", "avg", torch.mean) or LOGGED_AGAIN in name:
                 again = "twice" if LOGGED_AGAIN in name else f"with reduce_fx={given['reduce_fx']!r}"
                 raise MisconfigurationException(
-                    f"DifferentialPrivacy: training_step logs {name.rstrip(LOGGED_AGAIN)!r} {again}, and of a batch's"
-                    " samples the mean is logged once: log it so."
+                    f"DifferentialPrivacy: training_step logs {name.rstrip(LOGGED_AGAIN)!r} {again}, but a value is"
+                    " logged once per batch, as the mean over the samples: log it so."
                 )
         means = {name: torch.cat(each).float().mean(0) for name, each in logged.items()}
         return torch.cat(losses).mean(), sums, means, settings
@@ -196,8 +196,8 @@ class SampleGradients:
         if changed:
             self._mapped_tensors.remove()
             raise MisconfigurationException(
-                f"DifferentialPrivacy clips gradients, and training_step also changes {listed(changed)}, which takes"
-                " what samples say without clipping: leave such buffers and metrics out of the training step."
+                f"DifferentialPrivacy clips gradients, and training_step also changes {listed(changed)}, which uses"
+                " values of samples without clipping: leave such buffers and metrics out of the training step."
             )
 
 
