@@ -277,7 +277,7 @@ def test_before_the_run_a_number_belongs_to_one_node():
 
 def test_nodes_may_be_given():
     members = Members(MINE, 3, nodes=[7, 8, 9])
-    with pytest.raises(DecodingError, match="by `nodes`"):
+    with pytest.raises(DecodingError, match="nodes"):
         members.admit(9, says(1))
     members.admit(8, says(1))
 
