@@ -20,7 +20,7 @@ TORCH_ONLY = (
     "registry",
     "arguments",
     "metric_direction",
-    "facts",
+    "run_metadata",
     "plots",
     "units",
     "layers",

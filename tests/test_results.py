@@ -154,7 +154,7 @@ def write_run(folder: Path, config: str, rounds: int, began: int = 1, best: int 
     values = [0.9 if number + 1 == best else number / 200 for number in range(rounds)]
     lines = ["epoch,val_acc", *(f"{number},{values[number]}" for number in range(began - 1, rounds))]
     (folder / "metrics.csv").write_text("\n".join(lines) + "\n")
-    (folder / "facts.json").write_text(
+    (folder / "run_metadata.json").write_text(
         json.dumps({"seconds": 12.5, "first_round": began, "software": {"commit": f"{20 * 'ab'} with changes"}})
     )
 

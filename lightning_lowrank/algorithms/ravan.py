@@ -10,7 +10,7 @@ from lightning_lowrank.algorithms._cores import CoreMethod
 from lightning_lowrank.federated.messages import Message
 from lightning_lowrank.federated.state import Base, ClientContext
 from lightning_lowrank.layers import CoreProduct
-from lightning_lowrank.optim.haar import haar_basis
+from lightning_lowrank.optim.orthonormal import haar_basis
 from lightning_lowrank.seeding import generator
 
 

@@ -98,8 +98,8 @@ def _run(args: ArgsType, seed: int | None = None) -> list[int]:
     """Run one of LightningCLI's subcommands once; return the seeds of all requested runs."""
     from lightning.pytorch.utilities import rank_zero_info
 
+    from lightning_lowrank.cli.lightning_messages import without_tips
     from lightning_lowrank.cli.parser import CLI_SETTINGS, LowRankCLI
-    from lightning_lowrank.cli.quiet import without_tips
 
     parser_kwargs = {**CLI_SETTINGS["parser_kwargs"], "epilog": _epilog()}
     with without_tips():
@@ -150,8 +150,8 @@ def _export(parser: argparse.ArgumentParser, words: list[str]) -> None:
         import_extra("peft", "--format peft")
     module = None
     if options.config:
+        from lightning_lowrank.cli.lightning_messages import without_tips
         from lightning_lowrank.cli.parser import build_module
-        from lightning_lowrank.cli.quiet import without_tips
 
         with without_tips():
             module = build_module(options.config)

@@ -50,7 +50,7 @@ from lightning_lowrank.callbacks.round_pictures import RoundPictures, shows_pict
 from lightning_lowrank.callbacks.round_progress import RoundProgress
 from lightning_lowrank.cli import recipes
 from lightning_lowrank.cli.inspection import inspect_run, render
-from lightning_lowrank.cli.quiet import only_warnings
+from lightning_lowrank.cli.lightning_messages import only_warnings
 from lightning_lowrank.cli.suggestions import with_suggestions
 from lightning_lowrank.federated.checks import check_callbacks, goes_on_from, static_batch_norm_advice
 from lightning_lowrank.federated.loop import FederatedLoop

@@ -408,7 +408,7 @@ def _settings(groups: Groups) -> Table:
         ("ranks", ("ranks",), " to "),
         ("trained\nparameters", ("trained", "parameters"), " of "),
     ):
-        numbers = [[number for name in names for number in run.facts.get(name, [])] for run in first]
+        numbers = [[number for name in names for number in run.metadata.get(name, [])] for run in first]
         # One value is enough if all are the same.
         shown = [each[:1] if len(set(each)) == 1 else each for each in numbers]
         table.append(Column(title, [between.join(f"{number:,.10g}" for number in each) for each in shown]))

@@ -18,8 +18,8 @@ import numpy as np
 import yaml
 
 from lightning_lowrank.configuration import misconfigured
-from lightning_lowrank.facts import read_facts, read_software
 from lightning_lowrank.metric_direction import Monitor
+from lightning_lowrank.run_metadata import read_metadata, read_software
 
 _MOST_NAMED = 4
 _LONGEST_WORD = 40
@@ -125,9 +125,9 @@ class Run:
         return not {"verbose", "return_predictions"} & self.config.keys()
 
     @cached_property
-    def facts(self) -> dict[str, list[float]]:
-        """The facts that `FederatedLoop` wrote next to the metrics, such as ``seconds``."""
-        return read_facts(self.folder)
+    def metadata(self) -> dict[str, list[float]]:
+        """The metadata that `FederatedLoop` wrote next to the metrics, such as ``seconds``."""
+        return read_metadata(self.folder)
 
     @cached_property
     def clients(self) -> list[dict[str, str]]:
@@ -142,7 +142,7 @@ class Run:
     @property
     def began(self) -> int | None:
         """The number of the first round, if it is known."""
-        return int(self.facts["first_round"][0]) if "first_round" in self.facts else None
+        return int(self.metadata["first_round"][0]) if "first_round" in self.metadata else None
 
     @property
     def went_on(self) -> bool:
@@ -152,7 +152,7 @@ class Run:
     @property
     def seconds(self) -> float | None:
         """The seconds of all rounds; ``None`` for a run that was killed or cut, or continues another."""
-        return self.facts["seconds"][0] if "seconds" in self.facts and self.began == 1 and not self.cut else None
+        return self.metadata["seconds"][0] if "seconds" in self.metadata and self.began == 1 and not self.cut else None
 
     @cached_property
     def software(self) -> dict[str, str]:
@@ -399,9 +399,9 @@ def run_figures(run: Run) -> dict[str, str | float]:
         found["algorithm"] = printable(describe(algorithm))
     if run.count:
         found["rounds"] = run.count
-    for name, fact in (("samples", "samples of a client (least, median, most)"), ("ranks", "ranks")):
-        if name in run.facts:
-            found[fact] = ", ".join(f"{each:g}" for each in run.facts[name])
+    for name, label in (("samples", "samples of a client (least, median, most)"), ("ranks", "ranks")):
+        if name in run.metadata:
+            found[label] = ", ".join(f"{each:g}" for each in run.metadata[name])
     if run.seconds is not None:
         found["seconds"] = f"{run.seconds:g}"
     if run.software:

@@ -11,6 +11,7 @@ from lightning_lowrank.federated.attacks import (
     SignFlip,
 )
 from lightning_lowrank.federated.client_optimizers import register_elementwise
+from lightning_lowrank.federated.clock import DeviceClasses, Distribution, LogNormal, SystemModel
 from lightning_lowrank.federated.data import (
     IID,
     ByKey,
@@ -22,6 +23,7 @@ from lightning_lowrank.federated.data import (
     Partition,
     find_labels,
 )
+from lightning_lowrank.federated.device_traces import AvailabilityTrace, Trace
 from lightning_lowrank.federated.execution.processes import ClientParallelStrategy
 from lightning_lowrank.federated.ledger import Ledger
 from lightning_lowrank.federated.loop import FederatedLoop
@@ -32,8 +34,6 @@ from lightning_lowrank.federated.protocols import ChangesBase, OwnCodec, OwnStep
 from lightning_lowrank.federated.safe_files import WholeCheckpoints
 from lightning_lowrank.federated.stages import Arrival, RoundStage
 from lightning_lowrank.federated.state import Base, ClientContext, ClientInfo, Server, copy_into
-from lightning_lowrank.federated.system import DeviceClasses, Distribution, LogNormal, SystemModel
-from lightning_lowrank.federated.traces import AvailabilityTrace, Trace
 
 __all__ = [
     "ALIE",

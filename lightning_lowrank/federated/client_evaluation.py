@@ -35,7 +35,7 @@ from lightning_lowrank.federated.execution.processes import ClientParallelStrate
 from lightning_lowrank.federated.logbook import Logbook
 from lightning_lowrank.federated.protocols import Personal, UnequalClients
 from lightning_lowrank.federated.randomness import StepRandomness, step_seed
-from lightning_lowrank.federated.run_facts import write_client_table
+from lightning_lowrank.federated.run_files import write_client_table
 from lightning_lowrank.federated.state import changed, copy_into, trained_tensors
 from lightning_lowrank.internals.lightning import HOOK, batch_transfer, log_figures, overrides
 from lightning_lowrank.layers import low_rank_layers, unmerge

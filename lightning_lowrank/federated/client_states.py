@@ -18,7 +18,7 @@ import safetensors.torch
 import torch
 from torch import Tensor
 
-from lightning_lowrank.federated.safe_files import claim, clear_left_behind, mark
+from lightning_lowrank.federated.safe_files import claim, delete_stale_files, mark
 from lightning_lowrank.federated.state import State
 
 _FOLDER = "lightning_lowrank_clients_"
@@ -122,7 +122,7 @@ class ClientStates:
     def __init__(self, states: Mapping[int, State] | None = None, limit: int | None = None) -> None:
         self._limit = limit
         self._folder: tempfile.TemporaryDirectory[str] | None = None
-        clear_left_behind(
+        delete_stale_files(
             (each, each.name.removeprefix(_FOLDER).rpartition("~")[0])
             for each in Path(tempfile.gettempdir()).glob(f"{_FOLDER}*~*")
         )

@@ -20,6 +20,7 @@ from lightning_lowrank.compression import Packet
 from lightning_lowrank.federated.checks import check_rule
 from lightning_lowrank.federated.client_optimizers import ClientOptimizers
 from lightning_lowrank.federated.client_states import ClientStates
+from lightning_lowrank.federated.clock import Clock
 from lightning_lowrank.federated.data.planner import RoundPlan
 from lightning_lowrank.federated.failures import Answers, NotFiniteError, not_finite
 from lightning_lowrank.federated.ledger import Ledger
@@ -29,7 +30,6 @@ from lightning_lowrank.federated.protocols import UnequalClients
 from lightning_lowrank.federated.settings import FederatedSettings
 from lightning_lowrank.federated.stages import RoundStage
 from lightning_lowrank.federated.state import ClientContext, ClientInfo, Server, State
-from lightning_lowrank.federated.system import Clock
 from lightning_lowrank.federated.wire import Wire
 
 Stage = TypeVar("Stage", bound=RoundStage)

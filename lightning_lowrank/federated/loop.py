@@ -60,7 +60,7 @@ from lightning_lowrank.federated.logbook import Logbook
 from lightning_lowrank.federated.progress import Progress
 from lightning_lowrank.federated.protocols import inherits
 from lightning_lowrank.federated.rounds import Rounds
-from lightning_lowrank.federated.run_facts import RunFacts
+from lightning_lowrank.federated.run_files import RunMetadata
 from lightning_lowrank.federated.safe_files import name_full_disk, written_whole
 from lightning_lowrank.federated.schedule_length import ScheduleLength
 from lightning_lowrank.federated.settings import FederatedSettings
@@ -154,7 +154,7 @@ class FederatedLoop(FederatedSettings, Callback):
         self._processes: ClientParallelStrategy | None = None
         self._length: ScheduleLength | None = None
         self._device_data: DeviceData | None = None
-        self._facts: RunFacts | None = None
+        self._run_metadata: RunMetadata | None = None
         self._turns: ClientTurns | None = None
         self._resumed_inside = False
         self._evaluation_log: Logbook | None = None
@@ -411,7 +411,7 @@ class FederatedLoop(FederatedSettings, Callback):
                 self._turns.end_restored_epoch()
             if not self._progress.round_open:
                 self.rounds.stop_if_spent(trainer.current_epoch)
-        self._facts = RunFacts(trainer, self.indices)
+        self._run_metadata = RunMetadata(trainer, self.indices)
         self._read_validation(trainer)
 
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
@@ -421,8 +421,8 @@ class FederatedLoop(FederatedSettings, Callback):
         if self.personal_test is not None and validates_rounds(trainer) and not self.rounds.further.judged:
             rank_zero_warn(f"personal_test={self.personal_test!r} {NO_VALIDATION}")
         warn_of_changed_base(self.algorithm, self.server.base)
-        if self._facts is not None:
-            self._facts.end()
+        if self._run_metadata is not None:
+            self._run_metadata.end()
 
     def on_fit_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Print a summary line; raise if no step was made, unless the trainer's settings ask for none.

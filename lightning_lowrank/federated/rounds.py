@@ -22,11 +22,12 @@ from torch import Tensor
 
 from lightning_lowrank.aggregation.aggregator import home_of
 from lightning_lowrank.arguments import listed
-from lightning_lowrank.federated.carried import CarriedValues
+from lightning_lowrank.federated.carried_values import CarriedValues
 from lightning_lowrank.federated.checks import global_step_note, readers_in_steps
 from lightning_lowrank.federated.client_evaluation import FurtherModels
 from lightning_lowrank.federated.client_optimizers import ClientOptimizers
 from lightning_lowrank.federated.client_states import ClientStates
+from lightning_lowrank.federated.clock import Clock, LateError, Operations
 from lightning_lowrank.federated.data.loader_checks import leaves_one
 from lightning_lowrank.federated.data.planner import Chunk
 from lightning_lowrank.federated.data.training_set import RoundData
@@ -44,7 +45,6 @@ from lightning_lowrank.federated.progress import Progress
 from lightning_lowrank.federated.protocols import UnequalClients, inherits
 from lightning_lowrank.federated.settings import FederatedSettings
 from lightning_lowrank.federated.state import State
-from lightning_lowrank.federated.system import Clock, LateError, Operations
 from lightning_lowrank.internals.advance import ClientTurns
 from lightning_lowrank.internals.lightning import leave_step, refuse_unseen_steps
 

@@ -46,12 +46,12 @@ def mark() -> str:
 
 
 def claim(path: Path) -> Path:
-    """Protect a file or folder of this process from `clear_left_behind`."""
+    """Protect a file or folder of this process from `delete_stale_files`."""
     _IN_USE.add(path)
     return path
 
 
-def clear_left_behind(marked: Iterable[tuple[Path, str]]) -> None:
+def delete_stale_files(marked: Iterable[tuple[Path, str]]) -> None:
     """Delete temporary files of ended processes; warn of old ones from other hosts or containers.
 
     Args:
@@ -124,7 +124,7 @@ class WholeCheckpoints(TorchCheckpointIO):
         target = Path(path)
         target.parent.mkdir(parents=True, exist_ok=True)
         unfinished = claim(target.with_name(f".{target.name}.{mark()}{_UNFINISHED}"))
-        clear_left_behind(
+        delete_stale_files(
             (each, each.name.removesuffix(_UNFINISHED).rpartition(f"{target.suffix}.")[2])
             for each in target.parent.glob(f".*{target.suffix}.*{_UNFINISHED}")
         )

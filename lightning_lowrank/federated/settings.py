@@ -27,6 +27,7 @@ from lightning_lowrank.compression import Codec
 from lightning_lowrank.configuration import check_choice, check_integer, check_number
 from lightning_lowrank.federated.algorithm import Algorithm
 from lightning_lowrank.federated.attacks import Attack
+from lightning_lowrank.federated.clock import SystemModel
 from lightning_lowrank.federated.data.indices import ClientIndices
 from lightning_lowrank.federated.data.labels import find_named_labels
 from lightning_lowrank.federated.data.partitions import IID, Partition
@@ -35,7 +36,6 @@ from lightning_lowrank.federated.privacy import ClientPrivacy
 from lightning_lowrank.federated.protocols import check_protocols
 from lightning_lowrank.federated.stages import RoundStage, sees_messages
 from lightning_lowrank.federated.state import Base, BufferPolicy, ClientInfo, Server, trained_tensors
-from lightning_lowrank.federated.system import SystemModel
 from lightning_lowrank.seeding import default_seed
 
 Weighting = Literal["samples", "uniform"]

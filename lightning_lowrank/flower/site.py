@@ -33,10 +33,10 @@ from lightning_lowrank.federated.messages import Message
 from lightning_lowrank.federated.protocols import ChangesBase, reference, state_rank
 from lightning_lowrank.federated.site import SiteExchange
 from lightning_lowrank.federated.state import Base, ClientContext, State, copy_into, trained_tensors
-from lightning_lowrank.flower.account import Spending
 from lightning_lowrank.flower.approval import filled, read_plain
 from lightning_lowrank.flower.messages import signature, take_options
 from lightning_lowrank.flower.policy import Policy
+from lightning_lowrank.flower.privacy_account import PrivacyAccount
 from lightning_lowrank.flower.recipe import ONLY_OF_WHOLE_RUNS, OWN_OF_TRAINER, Recipe, build, check_optimizers
 from lightning_lowrank.flower.secure import changes_of
 from lightning_lowrank.internals.lightning import make_one_epoch
@@ -152,7 +152,7 @@ class Site:
             raise MisconfigurationException(
                 f"state={str(state)!r} must be named *.safetensors, because it would replace any other file."
             )
-        self._spending = Spending(self._file.parent / f"privacy_client_{client}.json")
+        self._privacy_account = PrivacyAccount(self._file.parent / f"privacy_client_{client}.json")
         self._built: Recipe | None = None
         # The policy that permitted the built recipe; the site's policy may have changed since.
         self._checked_by = self.policy
@@ -267,7 +267,7 @@ class Site:
         content["seed_everything"] = content.get("seed_everything") if self.seed is None else self.seed
         recipe = build(content)
         if _private(recipe) is not None and self.policy.source:
-            self._spending.check()
+            self._privacy_account.check()
         loop = recipe.loop
         self.policy.check_privacy(loop.privacy, _private(recipe))
         if self._own_data:
@@ -317,10 +317,10 @@ class Site:
         if private is None or not steps:
             return
         mechanism = private.mechanism(self.client)
-        with self._spending.locked():
-            epsilon = self._spending.epsilon(private.delta, private.accountant, (mechanism, steps))
+        with self._privacy_account.locked():
+            epsilon = self._privacy_account.epsilon(private.delta, private.accountant, (mechanism, steps))
             self.policy.check_cost(epsilon, private.delta, steps)
-            self._spending.charge(mechanism, steps)
+            self._privacy_account.charge(mechanism, steps)
         self.epsilon = epsilon
 
     def restore(self, exchange: Exchange) -> None:

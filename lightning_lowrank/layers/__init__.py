@@ -2,6 +2,7 @@
 
 from lightning_lowrank.layers.attention import LowRankMultiheadAttention
 from lightning_lowrank.layers.conversion import convert
+from lightning_lowrank.layers.conversion_report import Conversion, LayerReport
 from lightning_lowrank.layers.convolution import (
     LowRankConv1d,
     LowRankConv2d,
@@ -25,7 +26,6 @@ from lightning_lowrank.layers.factorization import (
 from lightning_lowrank.layers.layer import LowRankLayer, keep_frozen, low_rank_layers
 from lightning_lowrank.layers.linear import LowRankEmbedding, LowRankLinear
 from lightning_lowrank.layers.recovery import LayerSpec, dense_state_dict, merge, recover, unmerge
-from lightning_lowrank.layers.report import Conversion, LayerReport
 from lightning_lowrank.layers.settings import LayerSettings, LowRankSettings
 from lightning_lowrank.layers.survey import low_rank_class
 

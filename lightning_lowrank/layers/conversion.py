@@ -13,12 +13,12 @@ from lightning_lowrank.arguments import listed
 from lightning_lowrank.internals.torch import digest_of, own_children
 from lightning_lowrank.layers.attention import LowRankMultiheadAttention
 from lightning_lowrank.layers.budget import assign_ranks
+from lightning_lowrank.layers.conversion_report import Conversion, LayerReport
 from lightning_lowrank.layers.factorization import Factorization
 from lightning_lowrank.layers.layer import LowRankLayer, low_rank_layers
 from lightning_lowrank.layers.linear import LowRankLinear
 from lightning_lowrank.layers.precision import widen
 from lightning_lowrank.layers.recovery import LayerSpec, replace_modules
-from lightning_lowrank.layers.report import Conversion, LayerReport
 from lightning_lowrank.layers.settings import LayerSettings, LowRankSettings, update_scale
 from lightning_lowrank.layers.survey import Candidate, keep_ties, low_rank_class, select, survey
 from lightning_lowrank.patterns import check_patterns, matches

@@ -18,7 +18,7 @@ from torch.optim.optimizer import Optimizer, ParamsT
 
 from lightning_lowrank.arguments import check_choice, check_integer, check_number, plain
 from lightning_lowrank.optim.deferred import CHANGE, Deferred
-from lightning_lowrank.optim.haar import haar_basis
+from lightning_lowrank.optim.orthonormal import haar_basis
 from lightning_lowrank.seeding import generator
 
 _autocasts = cache(torch.amp.is_autocast_available)

@@ -21,8 +21,8 @@ from lightning_lowrank import (
     ProductSum,
     RoundPictures,
 )
+from lightning_lowrank.cli.lightning_messages import without_tips
 from lightning_lowrank.cli.parser import CLI_SETTINGS, LowRankCLI
-from lightning_lowrank.cli.quiet import without_tips
 from lightning_lowrank.cli.runs import find_runs
 from lightning_lowrank.data import Digits
 from lightning_lowrank.models import MLP, Classifier

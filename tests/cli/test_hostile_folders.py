@@ -14,8 +14,8 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
 from lightning_lowrank.cli import main
 from lightning_lowrank.cli.runs import find_runs, group_by_seed, monitors, short_names
-from lightning_lowrank.facts import read_facts, read_software
 from lightning_lowrank.plots import draw
+from lightning_lowrank.run_metadata import read_metadata, read_software
 from tests.cli.run_folders import configured, draw_nothing, make_report, rounds_of, rows_of, write_run
 
 ROWS = rows_of([0.1, 0.9], up=4, down=1)
@@ -123,9 +123,9 @@ def test_files_that_no_logger_wrote_have_no_round(tmp_path, kind):
         json.dumps({"software": {f"package_{number}": "1.0" for number in range(2_000)}}),
     ],
 )
-def test_facts_that_are_none_are_left_out(tmp_path, text):
-    (tmp_path / "facts.json").write_bytes(text if isinstance(text, bytes) else text.encode())
-    assert read_facts(tmp_path) == {}
+def test_invalid_metadata_is_left_out(tmp_path, text):
+    (tmp_path / "run_metadata.json").write_bytes(text if isinstance(text, bytes) else text.encode())
+    assert read_metadata(tmp_path) == {}
     assert read_software(tmp_path) == {}
 
 
@@ -138,10 +138,10 @@ def test_pipes_and_devices_are_not_read(tmp_path):
         find_runs([tmp_path])
     folder = write_run(tmp_path / "run", ROWS)
     os.mkfifo(folder / "config.yaml")
-    os.mkfifo(folder / "facts.json")
+    os.mkfifo(folder / "run_metadata.json")
     (run,) = find_runs([tmp_path])
     assert group_by_seed([run]) == [[run]]
-    assert run.facts == {}
+    assert run.metadata == {}
 
 
 def test_names_are_no_commands_of_a_terminal(tmp_path, capsys, monkeypatch):

@@ -12,7 +12,7 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from lightning_lowrank import Dirichlet, FedAvg, FederatedLoop, FedMUD, LowRank, MatrixProduct
 from lightning_lowrank.cli.report import parse_bytes, report
 from lightning_lowrank.cli.runs import find_runs
-from lightning_lowrank.facts import software, write_facts
+from lightning_lowrank.run_metadata import software, write_metadata
 from tests.cli.run_folders import configured, draw_nothing, make_report, rows_of, write_run
 from tests.helpers import Data, Module, fit, trainer
 
@@ -170,10 +170,10 @@ def test_files_that_no_report_wrote_are_not_replaced(tmp_path, name):
 
 
 def test_wall_time_is_that_of_whole_fits(tmp_path):
-    for name, facts in (("whole", [1, 12.34]), ("resumed", [5, 3.0]), ("killed", [1]), ("python", [])):
+    for name, values in (("whole", [1, 12.34]), ("resumed", [5, 3.0]), ("killed", [1]), ("python", [])):
         folder = write_run(tmp_path / "runs" / name, rows_of([0.5], 1, 1))
-        if facts:
-            write_facts(folder, dict(zip(("first_round", "seconds"), facts, strict=False)))
+        if values:
+            write_metadata(folder, dict(zip(("first_round", "seconds"), values, strict=False)))
     rows, _ = make_report([tmp_path / "runs"], tmp_path / "out")
     assert {row["run"]: row["wall s"] for row in rows} == {"whole": "12.3", "resumed": "", "killed": "", "python": ""}
 
@@ -181,7 +181,7 @@ def test_wall_time_is_that_of_whole_fits(tmp_path):
 def test_a_cut_run_has_no_wall_time(tmp_path):
     evaluated = [{"epoch": 2, "step": 20, "test_acc": 0.5}]
     for name, rows in (("short", [*rows_of([0.5, 0.5], 1, 1), *evaluated]), ("long", rows_of([0.5, 0.5, 0.5], 1, 1))):
-        write_facts(write_run(tmp_path / "runs" / name, rows), {"first_round": 1, "seconds": 12.34})
+        write_metadata(write_run(tmp_path / "runs" / name, rows), {"first_round": 1, "seconds": 12.34})
     for rounds, told in ((3, {"short": "12.3", "long": "12.3"}), (2, {"short": "12.3", "long": ""})):
         rows_told, _ = make_report([tmp_path / "runs"], tmp_path / "out", rounds=rounds)
         assert {row["run"]: row["wall s"] for row in rows_told} == told
@@ -192,7 +192,7 @@ def test_a_cut_run_has_no_wall_time(tmp_path):
 def test_a_run_that_went_on_from_another(tmp_path):
     for name, values in (("known", [0.5, 0.8]), ("unknown", [0.8, 0.9])):
         rows = [{**row, "epoch": 4 + row["epoch"]} for row in rows_of(values, 1, 1)]
-        write_facts(write_run(tmp_path / "runs" / name, rows), {"first_round": 5})
+        write_metadata(write_run(tmp_path / "runs" / name, rows), {"first_round": 5})
     rows, text = make_report([tmp_path / "runs"], tmp_path / "out", target=0.7)
     assert {row["run"]: row["rounds to 0.7"] for row in rows} == {"known": "6", "unknown": "–"}
     assert "unknown went on from another run in round 5: its figures are of the rounds from there on" in text
@@ -205,7 +205,7 @@ def test_versions_are_told_where_runs_differ_in_them(tmp_path):
             folder = tmp_path / "runs" / name / f"version_{seed}"
             configured(folder, seed, rows_of([0.5], 1, 1), federated__algorithm=name)
             if versions:
-                write_facts(folder, {"software": dict(zip(("torch", "commit"), versions, strict=True))})
+                write_metadata(folder, {"software": dict(zip(("torch", "commit"), versions, strict=True))})
     for names, expected in (
         ("ab", {"commit": ["ab12", "ab12, cd34"]}),
         ("abc", {"torch": ["2.9", "2.9", "unknown"], "commit": ["ab12", "ab12, cd34", "unknown"]}),
@@ -497,7 +497,7 @@ def test_real_runs(tmp_path):
             assert float(row[column]) > 0 or not spent
         assert row["of dense FedAvg"] == f"{figures['comm/ratio']:.2%}"
     assert rows[0]["of dense FedAvg"] == "100.00%"
-    seconds = {run.folder.parent.name: run.facts["seconds"][0] for run in find_runs([tmp_path / "runs"])}
+    seconds = {run.folder.parent.name: run.metadata["seconds"][0] for run in find_runs([tmp_path / "runs"])}
     assert all(seconds[row["run"]] > 0 and row["wall s"] == f"{seconds[row['run']]:.1f}" for row in rows)
     settings = (tmp_path / "out" / "report.md").read_text().partition("## Settings")[2]
     sizes = loops["low"].indices.sizes.tolist()

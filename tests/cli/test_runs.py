@@ -9,7 +9,7 @@ import yaml
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
 from lightning_lowrank.cli.runs import find_runs, group_by_seed, monitors, run_figures, short_names
-from lightning_lowrank.facts import write_facts
+from lightning_lowrank.run_metadata import write_metadata
 from tests.cli.run_folders import configured, make_report, rounds_of, rows_of, write_run
 
 
@@ -222,7 +222,7 @@ def test_an_evaluation_after_the_fit_is_no_round_and_the_seconds_are_of_all_roun
     rows = [*rows_of([0.1, 0.2, 0.3], 1, 1), {"epoch": 3, "step": 30, "val_acc": 0.3, "test_acc": 0.4}]
     folder = write_run(tmp_path / "run", rows)
     for first, told in ((1, "2.5"), (3, None)):
-        write_facts(folder, {"first_round": first, "seconds": 2.5})
+        write_metadata(folder, {"first_round": first, "seconds": 2.5})
         (run,) = find_runs([tmp_path])
         figures = run_figures(run)
         assert (figures["rounds"], figures["test_acc"], figures.get("seconds")) == (3, 0.4, told)

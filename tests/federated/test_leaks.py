@@ -19,7 +19,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from torchmetrics import MeanMetric, MetricCollection
 
 from lightning_lowrank import FedAvg, FederatedLoop, FromIndices, MaskAbsentClasses
-from lightning_lowrank.federated import carried, client_optimizers, leaks
+from lightning_lowrank.federated import carried_values, client_optimizers, leaks
 from lightning_lowrank.internals.torch import TorchDispatchMode
 from lightning_lowrank.testing.experiment import blobs
 from tests.helpers import SaveEachStep, lightnings_own
@@ -518,15 +518,15 @@ class LargeTable(Base):
 
 
 def test_a_large_tensor_is_not_copied_and_named_if_it_changes(monkeypatch):
-    monkeypatch.setattr(carried, "_MOST_COPIED", 99)
+    monkeypatch.setattr(carried_values, "_MOST_COPIED", 99)
     copied = []
-    make = carried.CarriedValues.__init__
+    make = carried_values.CarriedValues.__init__
 
     def kept(values, trainer):
         make(values, trainer)
         copied.extend(values._tensors)
 
-    monkeypatch.setattr(carried.CarriedValues, "__init__", kept)
+    monkeypatch.setattr(carried_values.CarriedValues, "__init__", kept)
     with pytest.warns(UserWarning, match=r"attributes of the module: table"):
         federated(LargeTable)
     assert not [tensor for tensor, _ in copied if len(tensor) == 100]

@@ -7,7 +7,7 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch.utils.data import TensorDataset
 
 from lightning_lowrank import ByKey, FedAvg, FederatedLoop, FedPer, FromIndices, SystemModel, Trace, load_dense
-from lightning_lowrank.federated.system import Clock
+from lightning_lowrank.federated.clock import Clock
 from lightning_lowrank.interop.checkpoints import dense_checkpoint
 from tests.helpers import Data, Module, assert_same, blobs, fit, trainer, weights
 

@@ -178,7 +178,7 @@ def test_what_is_cleared(tmp_path):
     os.utime(tmp_path / "old elsewhere", (0, 0))
     safe_files.claim(tmp_path / "in use")
     with pytest.warns(UserWarning, match=r"old elsewhere: left by runs on other hosts"):
-        safe_files.clear_left_behind((tmp_path / name, mark) for name, mark in marks.items())
+        safe_files.delete_stale_files((tmp_path / name, mark) for name, mark in marks.items())
     kept = {"in use", "running", "elsewhere", "old elsewhere", "no mark"}
     assert {each.name for each in tmp_path.iterdir()} == kept
 

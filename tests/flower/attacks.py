@@ -32,7 +32,7 @@ def hostile_recipes(folder: Path, marker: Path, secret: Path, address: str, writ
     """
     touch = ["touch", str(marker)]
     command = f"import pathlib; pathlib.Path({str(marker)!r}).touch()"
-    popen = {"class_path": "lightning_lowrank.facts.subprocess.Popen", "dict_kwargs": {"args": touch}}
+    popen = {"class_path": "lightning_lowrank.run_metadata.subprocess.Popen", "dict_kwargs": {"args": touch}}
     images = {"class_path": "HuggingFaceImages", "init_args": {"dataset": popen}}
     evil = {"class_path": "evil.Evil"}
     handler = method(

@@ -20,12 +20,12 @@ from lightning_lowrank import FromIndices, MatrixProduct, convert, export_adapte
 from lightning_lowrank.cli import main
 from lightning_lowrank.data import Arrays, TextClassification
 from lightning_lowrank.flower import write_project
-from lightning_lowrank.flower.account import Spending
 from lightning_lowrank.flower.approval import check_reads_nothing, filled, read_plain, sentences
 from lightning_lowrank.flower.audit import AuditLog
 from lightning_lowrank.flower.client import client_app
 from lightning_lowrank.flower.messages import JOIN, LISTEN, TRAIN, pack
 from lightning_lowrank.flower.policy import Policy, PolicyViolation
+from lightning_lowrank.flower.privacy_account import PrivacyAccount
 from lightning_lowrank.flower.recipe import resolve
 from lightning_lowrank.flower.site import Site
 from tests import texts
@@ -457,7 +457,7 @@ def test_links_are_not_followed(tmp_path):
         Site(recipe, 0, state / "study.safetensors")
     with (
         pytest.raises(MisconfigurationException, match="is a link"),
-        Spending(state / "privacy_client_0.json").locked(),
+        PrivacyAccount(state / "privacy_client_0.json").locked(),
     ):
         """Not reached."""
     shared = tmp_path / "shared"

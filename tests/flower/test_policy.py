@@ -13,10 +13,10 @@ from lightning_lowrank.federated.messages import Message
 from lightning_lowrank.federated.privacy import ClientPrivacy
 from lightning_lowrank.federated.state import trained_tensors
 from lightning_lowrank.flower import site
-from lightning_lowrank.flower.account import Spending
 from lightning_lowrank.flower.approval import Approvals
 from lightning_lowrank.flower.messages import options_of
 from lightning_lowrank.flower.policy import Policy, PolicyViolation
+from lightning_lowrank.flower.privacy_account import PrivacyAccount
 from lightning_lowrank.flower.recipe import build
 from lightning_lowrank.flower.remote_rounds import RemoteRounds
 from lightning_lowrank.flower.site import Site
@@ -76,7 +76,7 @@ def test_a_damaged_account_is_refused_by_name(number, tmp_path):
     account = tmp_path / "privacy_client_0.json"
     account.write_text(f'[{{"noise_multiplier": 1.0, "sampled": 1, "population": {number}, "steps": 1}}]')
     with pytest.raises(MisconfigurationException, match="privacy_client_0"):
-        Spending(account).check()
+        PrivacyAccount(account).check()
 
 
 def test_a_file_that_is_not_there_is_no_permission(tmp_path):
@@ -323,7 +323,7 @@ def test_what_samples_have_cost_counts_over_studies_and_lost_files(tmp_path, mon
         kept.unlink()
     run("max_epsilon: 1000.0", 0)
     first, second = epsilons()
-    spending = Spending(account)
+    spending = PrivacyAccount(account)
     assert first < second == spending.epsilon(1e-6)
     run(f"max_epsilon: {second + (second - first) / 2}", 1)
     assert epsilons() == [first, second]

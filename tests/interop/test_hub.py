@@ -187,7 +187,7 @@ def test_the_command_writes_the_runs_figures(tmp_path, hub, capsys):
     config["base_model_name_or_path"] = "meta/some-model"
     (folder / "adapter_config.json").write_text(json.dumps(config))
     run = configured(tmp_path / "runs" / "version_0", 0, rows_of([0.5, 0.75], up=100, down=200))
-    (run / "facts.json").write_text(
+    (run / "run_metadata.json").write_text(
         json.dumps({"samples": [3, 5, 9], "software": {"torch": "2.9.0", "commit": "ab12"}})
     )
     cli.main(["push", str(folder), "me/mood", "--run", str(run), "--endpoint", hub])

@@ -30,7 +30,7 @@ from lightning_lowrank.lora.inputs import (
 from lightning_lowrank.lora.operator import Operator
 from lightning_lowrank.lora.operators.svd import Method, Split, truncated_svd
 from lightning_lowrank.lora.pairs import LowRankPair, padded
-from lightning_lowrank.optim.haar import haar_basis
+from lightning_lowrank.optim.orthonormal import haar_basis
 
 __all__ = ["CoLR", "FLoRA", "FLoRIST", "FedEx", "LoRAFair", "RaFLoRA", "SumProduct"]
 

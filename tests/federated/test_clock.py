@@ -31,8 +31,8 @@ from lightning_lowrank import (
     Trace,
     ZeroPadding,
 )
+from lightning_lowrank.federated.clock import Clock
 from lightning_lowrank.federated.protocols import OwnSteps
-from lightning_lowrank.federated.system import Clock
 from tests.algorithms.methods import LOW_RANK, METHODS, each_method
 from tests.algorithms.written_out import assert_close
 from tests.grids import nightly_except

@@ -17,7 +17,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-NAME = "facts.json"
+NAME = "run_metadata.json"
 _LARGEST = 2**16
 _PACKAGE = "lightning_lowrank"
 _SOFTWARE = ("python", "torch", "lightning", _PACKAGE, "commit")
@@ -25,38 +25,38 @@ _VERSION = re.compile(r"[\w.+-]{1,64}( with changes)?")
 _SECONDS_OF_GIT = 10
 
 
-def write_facts(folder: Path, facts: Mapping[str, float | list[float] | Mapping[str, str]]) -> None:
+def write_metadata(folder: Path, values: Mapping[str, float | list[float] | Mapping[str, str]]) -> None:
     """Write numbers, lists of numbers and, as ``software``, versions; an existing file is replaced atomically."""
     folder.mkdir(parents=True, exist_ok=True)
     part = folder / f".{NAME}.{os.getpid()}.part"
-    part.write_text(json.dumps(facts, indent=1) + "\n")
+    part.write_text(json.dumps(values, indent=1) + "\n")
     part.replace(folder / NAME)
 
 
-def read_facts(folder: Path) -> dict[str, list[float]]:
-    """The numbers that `write_facts` wrote, each as a list; anything but finite numbers is left out.
+def read_metadata(folder: Path) -> dict[str, list[float]]:
+    """The numbers that `write_metadata` wrote, each as a list; anything but finite numbers is left out.
 
     The file is not trusted, because a folder may come from anyone.
 
     Example:
         >>> import tempfile
         >>> folder = Path(tempfile.mkdtemp())
-        >>> write_facts(folder, {"seconds": 1.5, "ranks": [2, 4]})
-        >>> read_facts(folder)
+        >>> write_metadata(folder, {"seconds": 1.5, "ranks": [2, 4]})
+        >>> read_metadata(folder)
         {'seconds': [1.5], 'ranks': [2, 4]}
     """
-    facts = {}
+    found = {}
     for name, value in _read(folder).items():
         numbers = value if isinstance(value, list) else [value]
         if numbers and all(type(each) in (int, float) and abs(each) < 1e300 for each in numbers):
-            facts[name] = numbers
-    return facts
+            found[name] = numbers
+    return found
 
 
 def read_software(folder: Path) -> dict[str, str]:
-    """The versions that `write_facts` wrote as ``software``; anything but versions is left out."""
-    told = _read(folder).get("software")
-    found = {name: told.get(name) for name in _SOFTWARE} if isinstance(told, dict) else {}
+    """The versions that `write_metadata` wrote as ``software``; anything but versions is left out."""
+    stored = _read(folder).get("software")
+    found = {name: stored.get(name) for name in _SOFTWARE} if isinstance(stored, dict) else {}
     return {name: value for name, value in found.items() if isinstance(value, str) and _VERSION.fullmatch(value)}
 
 
@@ -94,13 +94,13 @@ def _commit_of_checkout(folder: Path) -> str | None:
     """The commit of a folder's code; ``None`` if git does not track the folder, as in a virtual environment."""
     if _git(folder, "ls-files", "--error-unmatch", "__init__.py") is None:
         return None
-    told = _git(folder, "status", "--porcelain=v2", "--branch", "--", ".")
-    if told is None:
+    status = _git(folder, "status", "--porcelain=v2", "--branch", "--", ".")
+    if status is None:
         return None
-    commit = re.search(r"^# branch\.oid (\w+)$", told, re.MULTILINE)
+    commit = re.search(r"^# branch\.oid (\w+)$", status, re.MULTILINE)
     if commit is None:
         return None
-    changed = any(not line.startswith("#") for line in told.splitlines())
+    changed = any(not line.startswith("#") for line in status.splitlines())
     return f"{commit[1]} with changes" if changed else commit[1]
 
 
@@ -120,7 +120,7 @@ def _git(folder: Path, *words: str) -> str | None:
 
 def _commit_of_installation() -> str | None:
     try:
-        told = json.loads(metadata.distribution(_PACKAGE).read_text("direct_url.json") or "{}")
-        return str(told["vcs_info"]["commit_id"])
+        origin = json.loads(metadata.distribution(_PACKAGE).read_text("direct_url.json") or "{}")
+        return str(origin["vcs_info"]["commit_id"])
     except (metadata.PackageNotFoundError, ValueError, LookupError, TypeError):
         return None

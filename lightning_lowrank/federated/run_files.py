@@ -1,4 +1,4 @@
-"""Files next to a fit's metrics: facts on the run (see `lightning_lowrank.facts`), and a table of evaluated clients."""
+"""Files in the folder of a fit's metrics: the run's metadata, and a table of evaluated clients."""
 
 from __future__ import annotations
 
@@ -14,19 +14,19 @@ from weakref import WeakSet
 import lightning.pytorch as pl
 from lightning.pytorch.loggers import CSVLogger
 
-from lightning_lowrank.facts import read_facts, software, write_facts
 from lightning_lowrank.federated.data.indices import ClientIndices
 from lightning_lowrank.layers.layer import low_rank_layers
+from lightning_lowrank.run_metadata import read_metadata, software, write_metadata
 
 CLIENT_TABLES = {"validate": "clients.csv", "test": "clients_test.csv"}
 """Names of the tables of clients, as the last validation and the last test judged them."""
 
-# Loggers whose folders have facts written by this process; a folder may also hold those of an earlier run.
+# Loggers whose folders have metadata written by this process; a folder may also hold those of an earlier run.
 _WRITTEN: WeakSet[CSVLogger] = WeakSet()
 
 
-class RunFacts:
-    """Writes the facts of a fit into the folder of each `CSVLogger`.
+class RunMetadata:
+    """Writes the metadata of a fit into the folder of each `CSVLogger`.
 
     A fit that goes on with the same logger, whose metrics then hold the rounds before, counts from their first one.
 
@@ -42,37 +42,37 @@ class RunFacts:
             folder: earlier
             for logger, folder in zip(loggers, self._folders, strict=False)
             if logger in _WRITTEN
-            and (earlier := read_facts(folder)).get("first_round", [math.inf])[0] <= trainer.current_epoch
+            and (earlier := read_metadata(folder)).get("first_round", [math.inf])[0] <= trainer.current_epoch
         }
         _WRITTEN.update(loggers)
         self._began = time.perf_counter()
         parameters = list(trainer.lightning_module.parameters())
-        self._facts: dict[str, float | list[float] | dict[str, str]] = {
+        self._metadata: dict[str, float | list[float] | dict[str, str]] = {
             "first_round": trainer.current_epoch + 1,
             "parameters": sum(each.numel() for each in parameters),
             "trained": sum(each.numel() for each in parameters if each.requires_grad),
         }
         if self._folders:
-            self._facts["software"] = software()
+            self._metadata["software"] = software()
         ranks = [layer.rank for _, layer in low_rank_layers(trainer.lightning_module)]
         if ranks:
-            self._facts["ranks"] = [min(ranks), max(ranks)]
+            self._metadata["ranks"] = [min(ranks), max(ranks)]
         if indices is not None:
             sizes = indices.sizes.tolist()
-            self._facts["samples"] = [min(sizes), statistics.median(sizes), max(sizes)]
+            self._metadata["samples"] = [min(sizes), statistics.median(sizes), max(sizes)]
         self._write()
 
     def _write(self, seconds: float | None = None) -> None:
         for folder in self._folders:
-            facts, passed = dict(self._facts), seconds
+            values, passed = dict(self._metadata), seconds
             if folder in self._earlier:
                 earlier = self._earlier[folder]
-                facts["first_round"] = earlier["first_round"][0]
+                values["first_round"] = earlier["first_round"][0]
                 # The duration of a fit that did not end is unknown.
                 passed = seconds + earlier["seconds"][0] if seconds is not None and "seconds" in earlier else None
             if passed is not None:
-                facts["seconds"] = round(passed, 3)
-            write_facts(folder, facts)
+                values["seconds"] = round(passed, 3)
+            write_metadata(folder, values)
 
     def end(self) -> None:
         """Write the elapsed seconds at the end of the fit."""

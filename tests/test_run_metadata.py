@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from lightning_lowrank import facts
+from lightning_lowrank import run_metadata
 
 
 def git(folder: Path, *words: str) -> str:
@@ -37,21 +37,21 @@ def test_the_commit_is_that_of_the_packages_files(package):
     git(package, "commit", "--quiet", "-m", "first")
     commit = git(package, "rev-parse", "HEAD")
     (package.parent / "notes.txt").write_text("not of the package")
-    assert facts._commit_of_checkout(package) == commit
+    assert run_metadata._commit_of_checkout(package) == commit
     (package / "__init__.py").write_text("changed = True")
-    assert facts._commit_of_checkout(package) == f"{commit} with changes"
+    assert run_metadata._commit_of_checkout(package) == f"{commit} with changes"
     git(package, "checkout", "--", ".")
     (package / "added.py").write_text("")
-    assert facts._commit_of_checkout(package) == f"{commit} with changes"
+    assert run_metadata._commit_of_checkout(package) == f"{commit} with changes"
 
 
 def test_a_repository_around_the_package_is_not_its_checkout(package):
     (package.parent / "other.txt").write_text("")
     git(package, "add", "../other.txt")
     git(package, "commit", "--quiet", "-m", "not the package")
-    assert facts._commit_of_checkout(package) is None
+    assert run_metadata._commit_of_checkout(package) is None
     (package.parent / ".gitignore").write_text("package\n")
-    assert facts._commit_of_checkout(package) is None
+    assert run_metadata._commit_of_checkout(package) is None
 
 
 def test_the_repository_of_a_hook_is_not_asked(package, tmp_path_factory, monkeypatch):
@@ -61,7 +61,7 @@ def test_the_repository_of_a_hook_is_not_asked(package, tmp_path_factory, monkey
     other = tmp_path_factory.mktemp("other")
     git(other, "init", "--quiet")
     monkeypatch.setenv("GIT_DIR", str(other / ".git"))
-    assert facts._commit_of_checkout(package) == commit
+    assert run_metadata._commit_of_checkout(package) == commit
 
 
 def test_the_index_is_left_as_it_is(package):
@@ -71,21 +71,21 @@ def test_the_index_is_left_as_it_is(package):
     # The file's times differ from the index's now, so that a status that may write would.
     os.utime(package / "__init__.py", (1, 1))
     before = index.read_bytes()
-    assert facts._commit_of_checkout(package) == git(package, "rev-parse", "HEAD")
+    assert run_metadata._commit_of_checkout(package) == git(package, "rev-parse", "HEAD")
     assert index.read_bytes() == before
 
 
 def test_a_repository_without_a_commit_has_none(package, tmp_path):
     git(package, "add", ".")
-    assert facts._commit_of_checkout(package) is None
-    assert facts._commit_of_checkout(tmp_path / "absent") is None
+    assert run_metadata._commit_of_checkout(package) is None
+    assert run_metadata._commit_of_checkout(tmp_path / "absent") is None
 
 
 def test_without_git_there_is_no_commit(package, monkeypatch):
     git(package, "add", ".")
     git(package, "commit", "--quiet", "-m", "first")
     monkeypatch.setenv("PATH", str(package))
-    assert facts._commit_of_checkout(package) is None
+    assert run_metadata._commit_of_checkout(package) is None
 
 
 @pytest.mark.parametrize(
@@ -103,14 +103,14 @@ def test_an_installation_by_address_has_its_commit(monkeypatch, told, commit):
             assert name == "direct_url.json"
             return None if told is None else json.dumps(told)
 
-    monkeypatch.setattr(facts.metadata, "distribution", lambda name: Distribution())
-    assert facts._commit_of_installation() == commit
+    monkeypatch.setattr(run_metadata.metadata, "distribution", lambda name: Distribution())
+    assert run_metadata._commit_of_installation() == commit
 
 
 def test_versions_come_back_as_they_were_written(tmp_path):
-    software = facts.software()
+    software = run_metadata.software()
     assert software["torch"] == torch.__version__.partition("+")[0] or software["torch"] == torch.__version__
     assert {"python", "lightning", "lightning_lowrank"} <= software.keys()
-    facts.write_facts(tmp_path, {"seconds": 1.5, "software": {**software, "commit": "ab12 with changes"}})
-    assert facts.read_software(tmp_path) == {**software, "commit": "ab12 with changes"}
-    assert facts.read_facts(tmp_path) == {"seconds": [1.5]}
+    run_metadata.write_metadata(tmp_path, {"seconds": 1.5, "software": {**software, "commit": "ab12 with changes"}})
+    assert run_metadata.read_software(tmp_path) == {**software, "commit": "ab12 with changes"}
+    assert run_metadata.read_metadata(tmp_path) == {"seconds": [1.5]}

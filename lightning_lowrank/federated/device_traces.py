@@ -16,8 +16,8 @@ from typing_extensions import override
 
 from lightning_lowrank.arguments import Configured, first_ten
 from lightning_lowrank.configuration import check_number
+from lightning_lowrank.federated.clock import Distribution
 from lightning_lowrank.federated.data.plain_files import read_columns, read_plain
-from lightning_lowrank.federated.system import Distribution
 
 __all__ = ["AvailabilityTrace", "Trace"]
 

@@ -1,4 +1,4 @@
-"""The file of facts beside a fit's metrics."""
+"""The metadata file in the folder of a fit's metrics."""
 
 from collections.abc import Callable
 from itertools import count
@@ -10,8 +10,8 @@ import pytest
 from lightning.pytorch.loggers import CSVLogger
 
 from lightning_lowrank import FedAvg, FederatedLoop
-from lightning_lowrank.facts import read_facts, write_facts
-from lightning_lowrank.federated import run_facts
+from lightning_lowrank.federated import run_files
+from lightning_lowrank.run_metadata import read_metadata, write_metadata
 from tests.helpers import Data, Module, fit, trainer
 
 
@@ -27,7 +27,7 @@ class Stops(pl.Callback):
 def begin(tmp_path, monkeypatch) -> Callable[..., pl.Trainer]:
     """Return what makes a trainer of two rounds. Each reading of the clock is a second later."""
     seconds = count()
-    monkeypatch.setattr(run_facts, "time", SimpleNamespace(perf_counter=lambda: float(next(seconds))))
+    monkeypatch.setattr(run_files, "time", SimpleNamespace(perf_counter=lambda: float(next(seconds))))
 
     def make(logger: CSVLogger, *callbacks: pl.Callback) -> pl.Trainer:
         loop = FederatedLoop(FedAvg(), clients=4, summary=False)
@@ -37,7 +37,7 @@ def begin(tmp_path, monkeypatch) -> Callable[..., pl.Trainer]:
 
 
 def of_rounds(logger: CSVLogger) -> tuple[list[float], list[float] | None]:
-    found = read_facts(Path(logger.log_dir))
+    found = read_metadata(Path(logger.log_dir))
     return found["first_round"], found.get("seconds")
 
 
@@ -76,10 +76,10 @@ def test_a_run_that_goes_on_elsewhere_begins_where_it_does(tmp_path, begin):
     run = begin(logger)
     fit(run, Module(), data := Data())
     run.save_checkpoint(tmp_path / "run.ckpt")
-    # Of another process the folder may hold facts as well.
+    # Of another process the folder may hold metadata as well.
     for version in (0, 1):
         later = CSVLogger(tmp_path / "runs", version=version)
-        write_facts(Path(later.log_dir), {"first_round": 1, "seconds": 9})
+        write_metadata(Path(later.log_dir), {"first_round": 1, "seconds": 9})
         run = begin(later)
         run.fit_loop.max_epochs = 3
         fit(run, Module(), data, ckpt_path=tmp_path / "run.ckpt")

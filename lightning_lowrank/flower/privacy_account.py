@@ -17,12 +17,12 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from lightning_lowrank.federated.privacy.accounting import Accountant, Mechanism, total_epsilon
 from lightning_lowrank.interop.files import private_folder, replacing, without_link
 
-__all__ = ["Spending"]
+__all__ = ["PrivacyAccount"]
 
 _NUMBERS = {"noise_multiplier": float, "sampled": int, "population": int, "steps": int}
 
 
-class Spending:
+class PrivacyAccount:
     """A client's private steps so far, in a file.
 
     Args:
@@ -30,10 +30,10 @@ class Spending:
 
     Example:
         >>> import tempfile
-        >>> spending = Spending(Path(tempfile.mkdtemp()) / "privacy.json")
+        >>> account = PrivacyAccount(Path(tempfile.mkdtemp()) / "privacy.json")
         >>> mechanism = Mechanism(noise_multiplier=1.1, sampled=10, population=1000)
-        >>> spending.charge(mechanism, 100)
-        >>> round(spending.epsilon(1e-5), 3)
+        >>> account.charge(mechanism, 100)
+        >>> round(account.epsilon(1e-5), 3)
         0.956
     """
 
