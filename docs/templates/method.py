@@ -68,7 +68,7 @@ class FedCM(Algorithm):
         # At a learning rate of 0, as in a warm-up, nothing has moved.
         if rates > 0:
             server.state["direction"] = {name: (start[name] - mean[name]) / rates for name in start}
-        server.take(mean)
+        server.update_model(mean)
 
     # The client's half: it reads its context and the message, and keeps what lasts in client.state.
 

@@ -98,13 +98,13 @@ class PartAveraging(UnequalClients, ABC):
         for name in server.base.sent_up(server.model):
             old, count = server.model[name], means[f"count.{name}"]
             average = torch.where(count > 0, means[name] / count, to_float64(old))
-            server.take({name: average if old.is_floating_point() else average.round()})
+            server.update_model({name: average if old.is_floating_point() else average.round()})
             server.model[name] = server.model[name].to(old.device)
 
     def model_for(self, server: Server, client: ClientInfo) -> Mapping[str, Tensor]:
         return self.variant(server, self._capacities.level(client))
 
-    def has_whole_model(self, server: Server, client: ClientInfo, state: State) -> bool:
+    def has_full_model(self, server: Server, client: ClientInfo, state: State) -> bool:
         return self._capacities.always(client, self.whole)
 
 

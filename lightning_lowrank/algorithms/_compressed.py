@@ -38,4 +38,6 @@ def add_to_held(base: Base, difference: Mapping[str, Tensor]) -> None:
 def add_changes(server: Server, changed: Mapping[str, Tensor]) -> None:
     """Update the model by the aggregate: add the tensors named in ``changed``, and take over all others."""
     arrived = server.aggregated()
-    server.take({name: server.model[name] + value if name in changed else value for name, value in arrived.items()})
+    server.update_model(
+        {name: server.model[name] + value if name in changed else value for name, value in arrived.items()}
+    )

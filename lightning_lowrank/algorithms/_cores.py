@@ -83,12 +83,12 @@ class CoreMethod(ChangesBase):
         copy_into(client.model, {name: value for name, value in start.items() if name in client.model})
 
     def before_step(self, step: LocalStep) -> None:
-        for parameter in self.unstepped(step.round):
+        for parameter in self.fixed_in_round(step.round):
             if parameter in step.parameters:
                 step.parameters[parameter].grad = None
 
     def end(self, client: ClientContext) -> Message:
         """The trained parameters and the buffers."""
-        still = self.unstepped(client.round)
+        still = self.fixed_in_round(client.round)
         sent = client.base.sent_up(client.model)
         return Message({name: value for name, value in sent.items() if name not in still})

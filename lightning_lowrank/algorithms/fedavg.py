@@ -16,4 +16,4 @@ class FedAvg(Algorithm):
         >>> loop = FederatedLoop(FedAvg(), clients=10, clients_per_round=5, partition=IID())
     """
 
-    claims = Claims(follows_trained=True)
+    claims = Claims(trained_set_may_change=True)

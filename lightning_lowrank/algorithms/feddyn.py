@@ -71,4 +71,4 @@ class FedDyn(Algorithm):
             change = (mean[name] - start) * (self.alpha * share)
             terms[name] = terms[name] - change if name in terms else -change
             mean[name] = mean[name] - terms[name] / self.alpha
-        server.take(mean)
+        server.update_model(mean)

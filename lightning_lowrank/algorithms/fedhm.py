@@ -213,7 +213,7 @@ class FedHM(UnequalClients):
     def model_for(self, server: Server, client: ClientInfo) -> Mapping[str, Tensor]:
         return self._variant(server, self._capacities.level(client))
 
-    def has_whole_model(self, server: Server, client: ClientInfo, state: State) -> bool:
+    def has_full_model(self, server: Server, client: ClientInfo, state: State) -> bool:
         return self._capacities.always(client, 1)
 
     def _variant(self, server: Server, level: float) -> Mapping[str, Tensor]:

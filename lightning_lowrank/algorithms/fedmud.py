@@ -51,7 +51,7 @@ class FedMUD(ChangesBase):
     def __init__(self, reset_interval: int = 1) -> None:
         check_integer("reset_interval", reset_interval)
         self.reset_interval = reset_interval
-        self.claims = Claims(follows_trained=True, averages_over_rounds=bool(reset_interval == 1))
+        self.claims = Claims(trained_set_may_change=True, averages_over_rounds=bool(reset_interval == 1))
         self._layers: dict[str, LowRankLayer] = {}
         self._factors: dict[str, None] = {}
 

@@ -98,4 +98,4 @@ class FedNova(Algorithm):
         norms = mean.pop(_NORMS)
         for name, value in server.base.parameters(mean).items():
             mean[name] = server.model[name] - norms[self._groups[name]] * value
-        server.take(mean)
+        server.update_model(mean)

@@ -44,7 +44,7 @@ class FedNTD(OwnSteps):
         >>> loop = FederatedLoop(FedNTD(), clients=20, partition=LabelCount(2))
     """
 
-    claims = Claims(follows_trained=True)
+    claims = Claims(trained_set_may_change=True)
 
     def __init__(
         self, logits: str = "network", beta: float = 1.0, temperature: float = 1.0, targets: int | str = 1

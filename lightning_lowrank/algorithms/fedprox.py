@@ -31,7 +31,7 @@ class FedProx(Algorithm):
         >>> loop = FederatedLoop(FedProx(mu=0.01), clients=100, clients_per_round=10, partition=Dirichlet(0.3))
     """
 
-    claims = Claims(follows_trained=True)
+    claims = Claims(trained_set_may_change=True)
 
     def __init__(self, mu: float) -> None:
         check_number("mu", mu, least=0)

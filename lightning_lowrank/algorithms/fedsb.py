@@ -76,7 +76,7 @@ class FedSB(CoreMethod):
         return "UV"[round_number % 2] if round_number < self.subspace_rounds else "H"
 
     @override
-    def unstepped(self, round_number: int) -> frozenset[str]:
+    def fixed_in_round(self, round_number: int) -> frozenset[str]:
         still = {"U", "H", "V"} - {self.trained(round_number)}
         return frozenset(self.name(layer, factor) for layer in self.layers for factor in still)
 

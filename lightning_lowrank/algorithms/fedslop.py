@@ -94,7 +94,7 @@ class FedSLoP(ChangesBase):
                 assert projection is not None
                 start = server.model[name]
                 value = start + (value @ projection.to(value.dtype).mT).view(start.shape)
-            server.take({name: value})
+            server.update_model({name: value})
 
     def begin(self, client: ClientContext, message: Message) -> None:
         received = dict(message.tensors)

@@ -89,7 +89,7 @@ class PFedMe(OwnSteps):
     def aggregate(self, server: Server) -> None:
         mean = server.aggregated()
         mixed = mix(server.model, server.base.parameters(mean), self.mixing)
-        server.take({**mean, **mixed})
+        server.update_model({**mean, **mixed})
 
 
 def working_copy(value: Tensor) -> Tensor:

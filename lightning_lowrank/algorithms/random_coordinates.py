@@ -85,7 +85,7 @@ class RandomCoordinates(OwnCodec):
             share = mean.pop(_SENT + name)
             average = torch.where(share > 0, mean[name] / share, to_float64(old))
             mean[name] = average.to(old.dtype).to(old.device)
-        server.take(mean)
+        server.update_model(mean)
 
     @torch.no_grad()
     def begin(self, client: ClientContext, message: Message) -> None:

@@ -51,7 +51,7 @@ class Ravan(CoreMethod):
         return factorization.heads > 1
 
     @override
-    def unstepped(self, round_number: int) -> frozenset[str]:
+    def fixed_in_round(self, round_number: int) -> frozenset[str]:
         return frozenset(self.name(layer, factor) for layer in self.layers for factor in ("U", "V"))
 
     @override

@@ -118,4 +118,4 @@ class SCAFFOLD(Personal):
             mean[name] = value.lerp(server.model[name].to(value.dtype), 1 - self.lr_server)
             total = to_float64(control[name]) + changes[name] / server.clients
             control[name] = total.to(working_dtype(value.dtype)).to(value.device)
-        server.take(mean)
+        server.update_model(mean)

@@ -30,7 +30,7 @@ class ServerOptimizer(Algorithm, ABC):
         MisconfigurationException: If ``lr`` is not a finite number above 0.
     """
 
-    claims = Claims(follows_trained=True)
+    claims = Claims(trained_set_may_change=True)
 
     def __init__(self, lr: float) -> None:
         check_number("lr", lr, above=0)
@@ -56,7 +56,7 @@ class ServerOptimizer(Algorithm, ABC):
             update = self.direction(kept.setdefault(name, {}), change)
             # This is x - lr * update, in a form that gives the mean bit for bit if lr * update is the change.
             mean[name] = working + (change - self.lr * update)
-        server.take(mean)
+        server.update_model(mean)
 
 
 class FedAvgM(ServerOptimizer):

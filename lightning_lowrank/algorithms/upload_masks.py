@@ -79,7 +79,7 @@ class UploadMask(OwnCodec, ABC):
     def aggregate(self, server: Server) -> None:
         masks = self._masks(self.describe(server), server.parameters())
         for name, mean in server.aggregated().items():
-            server.take({name: torch.where(masks[name], mean, server.model[name]) if name in masks else mean})
+            server.update_model({name: torch.where(masks[name], mean, server.model[name]) if name in masks else mean})
 
     def begin(self, client: ClientContext, message: Message) -> None:
         received = dict(message.tensors)

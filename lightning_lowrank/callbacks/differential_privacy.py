@@ -287,7 +287,7 @@ class DifferentialPrivacy(NeedsPoissonBatches, Configured, Callback):
 
     def _names(self, module: pl.LightningModule, round_number: int) -> list[str]:
         """Names of the parameters that are stepped in a round."""
-        still = frozenset() if self._loop is None else ChangesBase.of(self._loop.algorithm).unstepped(round_number)
+        still = frozenset() if self._loop is None else ChangesBase.of(self._loop.algorithm).fixed_in_round(round_number)
         return [name for name, value in module.named_parameters() if value.requires_grad and name not in still]
 
     def _place(self, trainer: Any) -> _Place:

@@ -71,7 +71,7 @@ class RoundPictures(Callback):
         logged, number = trainer.callback_metrics, trainer.current_epoch
         self._metric = judged_by(logged, self.monitor, monitors_of(trainer)) or self._metric
         names = [*DRAWN, *([self._metric] if self._metric else [])]
-        new = self._figures.take(logged)
+        new = self._figures.find(logged)
         self._rounds[number] = {name: float(new[name]) for name in names if name in new}
         if self.every_n_rounds is not None and (number + 1) % self.every_n_rounds == 0:
             self._draw(trainer)

@@ -201,7 +201,7 @@ class RoundProgress(Callback):
         """Record the round's value of the monitored metric."""
         logged, monitors = trainer.callback_metrics, monitors_of(trainer)
         name = judged_by(logged, self.monitor, monitors)
-        self._observed = name in self._figures.take(logged)
+        self._observed = name in self._figures.find(logged)
         if name is None:
             if self.monitor and not self._warned:
                 self._warned = True

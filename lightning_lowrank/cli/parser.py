@@ -52,7 +52,7 @@ from lightning_lowrank.cli import recipes
 from lightning_lowrank.cli.inspection import inspect_run, render
 from lightning_lowrank.cli.lightning_messages import only_warnings
 from lightning_lowrank.cli.suggestions import with_suggestions
-from lightning_lowrank.federated.checks import check_callbacks, goes_on_from, static_batch_norm_advice
+from lightning_lowrank.federated.checks import check_callbacks, static_batch_norm_advice, why_trained_set_is_fixed
 from lightning_lowrank.federated.loop import FederatedLoop
 from lightning_lowrank.federated.safe_files import WholeCheckpoints, check_whole
 from lightning_lowrank.internals.cli import SubcommandCLI
@@ -93,7 +93,7 @@ class _Trainer(pl.Trainer):
         figures = inspect_run(model, lowrank, loop)
         if loop is not None:
             try:
-                check_callbacks(loop, self, model, goes_on_from(loop))
+                check_callbacks(loop, self, model, why_trained_set_is_fixed(loop))
             except MisconfigurationException as error:
                 figures["problems"].append(str(error))
             figures["notes"] += static_batch_norm_advice(loop.algorithm, self, model, loop.buffers)

@@ -92,7 +92,7 @@ class Claims:
         unprotected: What of a client's message the aggregator does not see as values. Robust rules are refused then.
         not_single_numbers: Why the aggregator's rule must go by distances between messages. Robust rules of single
             numbers are refused then.
-        follows_trained: Whether other parameters may be trained from some round on, as with Lightning's
+        trained_set_may_change: Whether other parameters may be trained from some round on, as with Lightning's
             ``BaseFinetuning``. The method then keeps nothing that is of the first round's parameters alone.
         averages_over_rounds: Whether the module's tensors may be averaged over rounds, as with Lightning's
             ``WeightAveraging``. Not if factors that hold a change are redrawn in some rounds.
@@ -109,7 +109,7 @@ class Claims:
     local_part: str = ""
     unprotected: str = ""
     not_single_numbers: str = ""
-    follows_trained: bool = False
+    trained_set_may_change: bool = False
     averages_over_rounds: bool = True
     static_batch_norm: bool = False
     handles_shared_memory: bool = False
@@ -171,7 +171,7 @@ class Algorithm(Configured):
 
     def aggregate(self, server: Server) -> None:
         """Fold the round's messages into ``server.model``. Called once a round, after at least one message."""
-        server.take(server.aggregated())
+        server.update_model(server.aggregated())
 
     # Hooks on clients
 

@@ -197,10 +197,10 @@ def check_followed(
             " replaced parameters, as pruning and parametrizations do. Do that before or after the fit."
         )
     changed = listed(sorted(trained.keys() ^ before.keys()))
-    keeping = goes_on_from(settings)
-    if changed and keeping:
+    reason = why_trained_set_is_fixed(settings)
+    if changed and reason:
         raise MisconfigurationException(
-            f"from round {number} on other parameters are trained than before ({changed}), and {keeping}: train the"
+            f"from round {number} on other parameters are trained than before ({changed}), and {reason}: train the"
             " same parameters in all rounds."
         )
 
@@ -266,19 +266,19 @@ def check_rule(algorithm: Algorithm, rule: Aggregator) -> None:
         )
 
 
-def goes_on_from(settings: FederatedSettings) -> str:
+def why_trained_set_is_fixed(settings: FederatedSettings) -> str:
     """Why the trained parameters must stay the same in all rounds; an empty string if they may change."""
-    if not settings.algorithm.claims.follows_trained:
-        return f"{type(settings.algorithm).__name__} goes on from what it has of the earlier ones, as FedAvg does not"
+    if not settings.algorithm.claims.trained_set_may_change:
+        return f"{type(settings.algorithm).__name__} keeps values of the earlier parameters, as FedAvg does not"
     if any(codec.error_feedback for codec in (*settings.uplink, *settings.downlink)):
-        return "error feedback goes on from what it has of the earlier ones"
-    return "optimizer_state='keep' has moments of the earlier ones" if settings.optimizer_state == "keep" else ""
+        return "error feedback keeps residuals of the earlier parameters"
+    return "optimizer_state='keep' keeps their earlier moments" if settings.optimizer_state == "keep" else ""
 
 
-def check_callbacks(loop: Any, trainer: Any, module: nn.Module, keeping: str) -> None:
+def check_callbacks(loop: Any, trainer: Any, module: nn.Module, fixed_because: str) -> None:
     """Refuse callbacks, or an order of callbacks, that would mistake a client's weights for the global model.
 
-    ``keeping`` says why the same parameters must be trained in all rounds; it is empty where they need not be.
+    ``fixed_because`` is the reason if the same parameters must be trained in all rounds, else empty.
     """
     callbacks = trainer.callbacks
     if sum(type(callback) is type(loop) for callback in callbacks) > 1:
@@ -295,7 +295,7 @@ def check_callbacks(loop: Any, trainer: Any, module: nn.Module, keeping: str) ->
     for callback in callbacks:
         said = (
             _why_no_trials(callback)
-            or _why_no_finetuning(callback, keeping)
+            or _why_no_finetuning(callback, fixed_because)
             or _why_no_pruning(callback)
             or _why_no_averages_over_rounds(callback, loop.algorithm)
             or _why_no_averages_of_steps(callback)
@@ -314,12 +314,12 @@ def _why_no_trials(callback: Callback) -> str:
     )
 
 
-def _why_no_finetuning(callback: Callback, keeping: str) -> str:
-    if not isinstance(callback, BaseFinetuning) or not keeping:
+def _why_no_finetuning(callback: Callback, fixed_because: str) -> str:
+    if not isinstance(callback, BaseFinetuning) or not fixed_because:
         return ""
     return (
-        f" lets other parameters be trained from some round on, and {keeping}: leave it out, and freeze what is never"
-        " trained with requires_grad_(False)."
+        f" lets other parameters be trained from some round on, and {fixed_because}: leave it out, and freeze what is"
+        " never trained with requires_grad_(False)."
     )
 
 

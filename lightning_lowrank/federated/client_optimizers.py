@@ -121,7 +121,7 @@ class ClientOptimizers:
     them when it likes, each client begins with all of them where the round began. So it does with a projected
     optimizer's count of steps to its next subspaces.
 
-    `Rounds` calls `wind_back`, `take_options`, `end_client` and `end_round`, executions `begin` and `keep`.
+    `Rounds` calls `wind_back`, `apply_options`, `end_client` and `end_round`, executions `begin` and `keep`.
 
     Args:
         trainer: The trainer, with its optimizers set up, before a step.
@@ -195,7 +195,7 @@ class ClientOptimizers:
             group.update(copy.deepcopy(values))
         self._wind_schedulers(self._begun)
 
-    def take_options(self, client: int) -> None:
+    def apply_options(self, client: int) -> None:
         """Apply a client's own options to the optimizers."""
         self._own = self._options_of(client)
         for optimizer in self._optimizers:

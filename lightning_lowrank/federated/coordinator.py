@@ -103,7 +103,7 @@ class Coordinator(Exchange):
         server = self.server
         server.round, server.cohort = plan.round, plan.clients
         self._follow(server.base.parameters(live))
-        server.adopt(live, shown=server.model)
+        server.sync_with_module(live, shown=server.model)
         self.answers.begin_round()
         self.algorithm.begin_round(server)
         self.broadcasts.begin_round()
@@ -173,7 +173,7 @@ class Coordinator(Exchange):
         info = self.info(client.id)
         refused = self.refused(info, client.steps, packet.nbytes)
         if refused is None:
-            self.take(info, packet.received)
+            self.receive_decoded(info, packet.received)
         return refused
 
     def refused(self, client: ClientInfo, steps: int, nbytes: int) -> Exception | None:
@@ -181,14 +181,14 @@ class Coordinator(Exchange):
         answers = (stage.answered(client, steps, nbytes) for stage in self.stages)
         return next((reason for reason in answers if reason is not None), None)
 
-    def take(self, client: ClientInfo, tensors: Mapping[str, Tensor]) -> None:
+    def receive_decoded(self, client: ClientInfo, tensors: Mapping[str, Tensor]) -> None:
         """Pass a client's decoded message to the stages and the method."""
         self.answers.answered.append(client.id)
         message = Message(self.broadcasts.rebased(client, tensors))
-        self._take(Arrival(client, message, self.settings.weight_of(client), self.origin_of))
+        self._receive_arrival(Arrival(client, message, self.settings.weight_of(client), self.origin_of))
         self.broadcasts.forget(client.id)
 
-    def _take(self, arrival: Arrival) -> None:
+    def _receive_arrival(self, arrival: Arrival) -> None:
         """Receive an arrival; a subclass may postpone that to the round's end."""
         self._pass_on(arrival)
 
@@ -226,7 +226,7 @@ class Coordinator(Exchange):
         """
         # A copy of the state, because the method's `begin` may change it.
         base = dataclasses.replace(self.server.base, state=dict(self.server.base.state))
-        state = Personal.of(self.algorithm).stand_in(self.server, client)
+        state = Personal.of(self.algorithm).state_template(self.server, client)
         context = ClientContext(**vars(client), base=base, model=model, state=state, steps=1)
         self.algorithm.begin(context, Message(received))
         return self.algorithm.end(context)
@@ -324,7 +324,7 @@ class Coordinator(Exchange):
             )
         self._forget_round()
 
-    def pass_over(self) -> None:
+    def skip_round(self) -> None:
         """End a round without answers; the global model stays as it was."""
         self.server.announcement, self.server.encoded = {}, b""
         self._forget_round()
@@ -335,10 +335,10 @@ class Coordinator(Exchange):
         self.broadcasts.end_round()
         self.answers.end_round()
 
-    def _has_whole_model(self, client: int, state: State) -> bool:
+    def _has_full_model(self, client: int, state: State) -> bool:
         """Whether a client's personal model is the global model with some tensors replaced by the client's own."""
         if isinstance(self.algorithm, UnequalClients):
-            return self.algorithm.has_whole_model(self.server, self.info(client), state)
+            return self.algorithm.has_full_model(self.server, self.info(client), state)
         return inherits(self.algorithm, "personal_model")
 
     @override
@@ -373,7 +373,7 @@ class Coordinator(Exchange):
             "unlike": [
                 client
                 for client in sorted({*states, *server.state.get("pairs", {})})
-                if not self._has_whole_model(client, states.get(client, {}))
+                if not self._has_full_model(client, states.get(client, {}))
             ],
         }
 

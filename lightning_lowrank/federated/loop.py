@@ -31,13 +31,13 @@ from lightning_lowrank.federated.checks import (
     check_memory,
     check_optimizers,
     check_validation_interval,
-    goes_on_from,
     notes,
     refuse_lazy,
     refuse_own_reading,
     refuse_plateaus_of_steps,
     resume_notes,
     warn_of_changed_base,
+    why_trained_set_is_fixed,
 )
 from lightning_lowrank.federated.client_evaluation import NO_VALIDATION, NOT_JUDGED, left_out, validates_rounds
 from lightning_lowrank.federated.coordinator import Coordinator
@@ -126,7 +126,7 @@ class FederatedLoop(FederatedSettings, Callback):
         MisconfigurationException: If an argument is out of range, the training loader cannot be divided among clients,
             a trained parameter is in no optimizer, or another callback would read a client's weights as the
             global model's. In a round, if other parameters are trained than before and the method cannot follow
-            (`Algorithm.follows_trained`). At the end, if no client has made a step.
+            (`Algorithm.trained_set_may_change`). At the end, if no client has made a step.
 
     Example:
         >>> from lightning_lowrank import Dirichlet, FedAvg, FederatedLoop
@@ -259,7 +259,7 @@ class FederatedLoop(FederatedSettings, Callback):
             return
         processes = shared_by(trainer)
         refuse_own_reading(pl_module)
-        check_callbacks(self, trainer, pl_module, goes_on_from(self))
+        check_callbacks(self, trainer, pl_module, why_trained_set_is_fixed(self))
         source = TrainLoaderSource(trainer)
         if not source.is_defined():
             raise MisconfigurationException(
@@ -367,7 +367,7 @@ class FederatedLoop(FederatedSettings, Callback):
         self._for_samples = any(isinstance(each, NeedsPoissonBatches) for each in trainer.callbacks)
         private = self._for_samples or self.privacy is not None
         if self._restored is not None:
-            self._go_on_from(self._restored)
+            self._resume(self._restored)
         # A real site may continue: it keeps its privacy accounting in a file.
         elif private and self._released and self._rounds is None and self.make_exchange is Coordinator:
             raise MisconfigurationException(
@@ -387,7 +387,7 @@ class FederatedLoop(FederatedSettings, Callback):
         assert self._length is not None
         if self._length.outdated():
             trainer.strategy.setup_optimizers(trainer)
-            self._rounds.take_optimizers(trainer)
+            self._rounds.replace_optimizers(trainer)
         self._length.settle()
         for note in self._length.notes() + self._rounds.exchange.notes(trainer):
             rank_zero_warn(note)
@@ -595,7 +595,7 @@ class FederatedLoop(FederatedSettings, Callback):
             )
         self._restored = state_dict
 
-    def _go_on_from(self, state: dict[str, Any]) -> None:
+    def _resume(self, state: dict[str, Any]) -> None:
         """Adopt a checkpoint's progress, after a check that it belongs to the same experiment."""
         assert self._data is not None
         saved = state["fingerprint"]

@@ -75,7 +75,7 @@ class ChangesBase(_Protocol):
         """
         return 0
 
-    def unstepped(self, round_number: int) -> frozenset[str]:
+    def fixed_in_round(self, round_number: int) -> frozenset[str]:
         """Names of trained parameters that do not move in a round, because `before_step` drops their gradients."""
         return frozenset()
 
@@ -98,7 +98,7 @@ class UnequalClients(_Protocol):
         """The global model in the form in which ``client`` would receive it."""
         return server.model
 
-    def has_whole_model(self, server: Server, client: ClientInfo, state: State) -> bool:
+    def has_full_model(self, server: Server, client: ClientInfo, state: State) -> bool:
         """Whether a client's personal model is the global model with some tensors replaced by the client's own.
 
         Checkpoints hold these and no other model of a client: `load_dense` refuses other clients. ``state`` is what the
@@ -176,7 +176,7 @@ class Personal(_Protocol):
         own = {**client.state.get("buffers", {}), **client.state.get("personal", {})}
         return {**model, **own} if own else model
 
-    def stand_in(self, server: Server, client: ClientInfo) -> State:
+    def state_template(self, server: Server, client: ClientInfo) -> State:
         """A template of the ``state`` of a client at a real site, as far as `begin` and `end` need it.
 
         A server tries the client's half to learn the form of a client's message. Only names, shapes and types matter.

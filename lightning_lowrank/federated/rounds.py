@@ -147,7 +147,7 @@ class Rounds(OfTheRun):
         state = self.exchange.states[client]
         return UnequalClients.of(self._algorithm).group_key(info), self._optimizers.key(client, state, round_number)
 
-    def take_optimizers(self, trainer: Any) -> None:
+    def replace_optimizers(self, trainer: Any) -> None:
         """Switch to optimizers and schedulers that the trainer has set up again."""
         self.execution.optimizers = self._optimizers = ClientOptimizers(trainer, self._settings)
         self.exchange.server.base.optimizers = trainer.optimizers
@@ -183,7 +183,7 @@ class Rounds(OfTheRun):
         execution.begin_round()
         self._isolation.begin_round()
         server = self.exchange.server
-        server.adopt(execution.live, shown=server.model)
+        server.sync_with_module(execution.live, shown=server.model)
         self._local.begin_round()
 
     def _begin_round(self) -> None:
@@ -294,7 +294,7 @@ class Rounds(OfTheRun):
                 self._drop([client], error, self.execution.before)
             if not chunk.clients:
                 return chunk
-        self._optimizers.take_options(chunk.clients[0])
+        self._optimizers.apply_options(chunk.clients[0])
         if self._local.look is not None and self._carried is None:
             self._carried = CarriedValues(self._trainer)
         self._isolation.begin_client()

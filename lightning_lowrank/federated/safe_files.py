@@ -196,7 +196,7 @@ def _finalize_without_space(logger: Any) -> None:
     """Have a logger's next ``finalize`` pass over a full disk."""
     finalize = logger.finalize
 
-    def pass_over(status: str) -> None:
+    def finalize_if_space(status: str) -> None:
         vars(logger).pop("finalize", None)
         try:
             finalize(status)
@@ -204,7 +204,7 @@ def _finalize_without_space(logger: Any) -> None:
             if error.errno not in _FULL:
                 raise
 
-    logger.finalize = pass_over
+    logger.finalize = finalize_if_space
 
 
 def written_whole(trainer: Any) -> AbstractContextManager[None]:

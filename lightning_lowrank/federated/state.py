@@ -168,7 +168,7 @@ class Server:
         round: Number of the round, from 0.
         cohort: Ids of the clients drawn for the round, ascending.
         model: Global values of the trained parameters and persistent buffers, by name.
-        state: What the method keeps on the server between rounds. ``state["lost"]`` is what `take` keeps there.
+        state: What the method keeps on the server between rounds. ``state["lost"]`` is what `update_model` keeps there.
         aggregator: The round's arrivals so far.
         announcement: What every side hears with the round's broadcast, clients that sit the round out included. Set by
             `announce`.
@@ -192,7 +192,7 @@ class Server:
         """The experiment's seed."""
         return self.base.seed
 
-    def adopt(self, live: Mapping[str, Tensor], shown: Mapping[str, Tensor]) -> None:
+    def sync_with_module(self, live: Mapping[str, Tensor], shown: Mapping[str, Tensor]) -> None:
         """Update ``model`` by changes that something else made to the live module between rounds.
 
         Args:
@@ -212,12 +212,12 @@ class Server:
         return self.base.sent_down(self.model)
 
     def aggregated(self) -> dict[str, Tensor]:
-        """The aggregate of the round's arrivals, in single precision or higher; see `take`."""
+        """The aggregate of the round's arrivals, in single precision or higher; see `update_model`."""
         rule = self.aggregator
         return rule.result(least=torch.float32) if isinstance(rule, (WeightedMean, RobustRule)) else rule.result()
 
     @torch.no_grad()
-    def take(self, values: Mapping[str, Tensor]) -> None:
+    def update_model(self, values: Mapping[str, Tensor]) -> None:
         """Store new values in ``model``, rounded to its types.
 
         What rounding to 16 bits takes away is kept in ``state``, in single precision, and added to the next values:

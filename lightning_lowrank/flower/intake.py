@@ -102,7 +102,7 @@ class Intake:
         self.coordinator = coordinator
         self.norm_bound = norm_bound
         self._medians: dict[str, float] = {}
-        self._taken: dict[int, tuple[bytes, Expected | None]] = {}
+        self._accepted: dict[int, tuple[bytes, Expected | None]] = {}
         self._excess: dict[int, float] = {}
         self._changed: dict[int, dict[str, _Change]] = {}
         self._undo: Callable[[], None] = lambda: None
@@ -117,9 +117,9 @@ class Intake:
 
     def begin_round(self) -> None:
         """Forget the last round's answers; called after the method has begun the round."""
-        self._taken, self._excess, self._changed = {}, {}, {}
+        self._accepted, self._excess, self._changed = {}, {}, {}
 
-    def take(
+    def accept(
         self, replies: Mapping[int, Message], expected: Mapping[int, Expected], steps: Sequence[int]
     ) -> dict[int, str]:
         """Check answers and pass them to the method; may be called several times in a round.
@@ -134,7 +134,7 @@ class Intake:
         """
         refused: dict[int, str] = {}
         data: dict[int, bytes] = {}
-        if not self._taken:
+        if not self._accepted:
             self._undo = self.coordinator.checkpoint()
         for client in sorted(replies):
             try:
@@ -155,19 +155,19 @@ class Intake:
         for client in sorted(replies.keys() - refused.keys()):
             reason = self._fold(client, data[client], expected[client])
             if reason is None:
-                self._taken[client] = data[client], expected[client]
+                self._accepted[client] = data[client], expected[client]
             else:
                 refused[client] = reason
         return refused
 
-    def take_mean(self, clients: Sequence[int], tensors: Mapping[str, Tensor]) -> None:
+    def accept_mean(self, clients: Sequence[int], tensors: Mapping[str, Tensor]) -> None:
         """Pass the mean to the method as each client's answer; see `secure_mean`."""
         coordinator = self.coordinator
         self._undo = coordinator.checkpoint()
         on_device = move_data_to_device(dict(tensors), coordinator.server.base.device)
         for client in sorted(clients):
-            coordinator.take(coordinator.info(client), on_device)
-            self._taken[client] = b"", None
+            coordinator.receive_decoded(coordinator.info(client), on_device)
+            self._accepted[client] = b"", None
 
     def aggregate(self, least: int = 1) -> dict[int, str]:
         """Let the method aggregate the accepted answers.
@@ -184,13 +184,13 @@ class Intake:
             Exception: What the method raises, if leaving out a minority does not help.
         """
         coordinator = self.coordinator
-        coordinator.answers.check(len(self._taken))
+        coordinator.answers.check(len(self._accepted))
         self._remember()
         try:
             coordinator.aggregate()
             return {}
         except Exception as error:
-            suspects = sorted(self._taken, key=lambda client: -self._excess.get(client, 0.0))
+            suspects = sorted(self._accepted, key=lambda client: -self._excess.get(client, 0.0))
             few = min((len(suspects) - 1) // 2, len(suspects) - least)
             if coordinator.private is not None:
                 # Each attempt would spend privacy budget, and clipped answers do not overflow anyway.
@@ -202,7 +202,7 @@ class Intake:
                 self._undo()
                 coordinator.server.aggregator = coordinator.server.aggregator.fresh()
                 self._undo = coordinator.checkpoint()
-                rest = {client: sent for client, sent in self._taken.items() if client not in left_out}
+                rest = {client: sent for client, sent in self._accepted.items() if client not in left_out}
                 if any(self._fold(client, *sent) for client, sent in rest.items()):
                     continue
                 try:
@@ -213,11 +213,11 @@ class Intake:
                 return dict.fromkeys(left_out, reason)
             raise
 
-    def pass_over(self) -> None:
+    def skip_round(self) -> None:
         """End the round as if no site had answered."""
-        if self._taken:
+        if self._accepted:
             self._undo()
-        self.coordinator.pass_over()
+        self.coordinator.skip_round()
 
     def _payload(self, reply: Message) -> bytes:
         fields, payloads = unpack(reply)
@@ -245,7 +245,7 @@ class Intake:
         server.aggregator = staged
         try:
             tensors = self._decode(data, expected)
-            coordinator.take(coordinator.info(client), move_data_to_device(tensors, server.base.device))
+            coordinator.receive_decoded(coordinator.info(client), move_data_to_device(tensors, server.base.device))
             for added, weight in staged.kept:
                 aggregator.add(added, weight)
         except Exception as error:  # the method's or the aggregator's, over this answer alone

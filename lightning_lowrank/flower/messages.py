@@ -189,7 +189,7 @@ def options_of(optimizers: Sequence[Optimizer]) -> str:
     return json.dumps([[told(group) for group in optimizer.param_groups] for optimizer in optimizers])
 
 
-def take_options(optimizers: Sequence[Optimizer], text: str) -> None:
+def apply_options(optimizers: Sequence[Optimizer], text: str) -> None:
     """Set the optimizers' options from the JSON of `options_of`.
 
     Raises:

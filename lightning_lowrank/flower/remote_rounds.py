@@ -310,7 +310,7 @@ class RemoteRounds(Callback):
             self._begin_admission()
             self._meet_all()
         else:
-            self._go_on_from(state["sites"])
+            self._resume_sites(state["sites"])
         for client, rank in self.members.ranks().items():
             state_rank(self.algorithm, client, rank)
         # Clients have no names here: a data set in one place may name them, but sites do not know these names.
@@ -341,7 +341,7 @@ class RemoteRounds(Callback):
     def _begin_admission(self) -> None:
         self._admission = Admission(self.members, self._transport, lambda: self._pack({}), self.poll)
 
-    def _go_on_from(self, sites: Mapping[str, Any]) -> None:
+    def _resume_sites(self, sites: Mapping[str, Any]) -> None:
         """Restore the record of the sites, and wait for those that were connected."""
         self.study, self._signature = sites["study"], sites["signature"]
         self.members.load_state_dict(sites["members"])
@@ -379,7 +379,7 @@ class RemoteRounds(Callback):
         for client in outcome.failures:
             self.coordinator.note_absent(client)
         if len(outcome.arrivals) < self.min_sites:
-            self._intake.pass_over()
+            self._intake.skip_round()
             outcome.arrivals = []
         else:
             late = self._intake.aggregate(self.min_sites)
@@ -541,7 +541,7 @@ class RemoteRounds(Callback):
         if self.secure_aggregation:
             self._sum(secure, expected, outcome)
             return
-        refused = self._intake.take(answers, expected, self.members.batches)
+        refused = self._intake.accept(answers, expected, self.members.batches)
         outcome.arrivals += [client for client in answers if client not in refused]
         self._refuse(outcome, refused)
 
@@ -623,7 +623,7 @@ class RemoteRounds(Callback):
             self.members.heard[client] = coordinator.server.round
             self._untold.discard(client)
         if arrived:
-            self._intake.take_mean(arrived, with_changes(answer.mean, known, schema))
+            self._intake.accept_mean(arrived, with_changes(answer.mean, known, schema))
         outcome.arrivals += arrived
 
     def _refuse(self, outcome: _Outcome, refused: Mapping[int, str]) -> None:

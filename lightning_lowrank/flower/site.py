@@ -34,7 +34,7 @@ from lightning_lowrank.federated.protocols import ChangesBase, reference, state_
 from lightning_lowrank.federated.site import SiteExchange
 from lightning_lowrank.federated.state import Base, ClientContext, State, copy_into, trained_tensors
 from lightning_lowrank.flower.approval import filled, read_plain
-from lightning_lowrank.flower.messages import signature, take_options
+from lightning_lowrank.flower.messages import apply_options, signature
 from lightning_lowrank.flower.policy import Policy
 from lightning_lowrank.flower.privacy_account import PrivacyAccount
 from lightning_lowrank.flower.recipe import ONLY_OF_WHOLE_RUNS, OWN_OF_TRAINER, Recipe, build, check_optimizers
@@ -390,7 +390,7 @@ class _FlowerExchange(SiteExchange):
 
     def broadcasts(self, round_number: int) -> Iterable[bytes]:
         """Set the optimizers' options of the round, and return its broadcasts."""
-        take_options(self.server.base.optimizers, self._site.round.options)
+        apply_options(self.server.base.optimizers, self._site.round.options)
         return self._site.round.broadcasts
 
     def check_received(self, received: Mapping[str, Tensor]) -> None:

@@ -348,7 +348,7 @@ def _pool_metric(metric: Metric) -> None:
 
 
 class NewFigures:
-    """Detects figures that were logged since the last call of `take`.
+    """Detects figures that were logged since the last call of `find`.
 
     Lightning keeps the tensors of all others in ``callback_metrics``, such as those of a validation some rounds ago.
     """
@@ -356,7 +356,7 @@ class NewFigures:
     def __init__(self) -> None:
         self._seen: dict[str, Tensor] = {}
 
-    def take(self, logged: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    def find(self, logged: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """The entries of ``callback_metrics`` that are new since the last call."""
         new = {name: value for name, value in logged.items() if value is not self._seen.get(name)}
         self._seen = dict(logged)

@@ -177,7 +177,7 @@ class FedLoRA(ChangesBase, UnequalClients, Personal):
             observer(AggregatedRound(server.round, given, shares, found))
         del server.state["arrivals"]
         if server.aggregator.arrivals:
-            server.take(server.aggregated())
+            server.update_model(server.aggregated())
         personal = self.operator.broadcasts == "personal" and self.operator.sent_up(server.round) == BOTH
         for layer, adapter, scaling in adapters:
             server.model.update(adapter.tensors(found[layer].server, scaling, absorbing))
@@ -209,7 +209,7 @@ class FedLoRA(ChangesBase, UnequalClients, Personal):
         self._slots.begin(client)
 
     def before_step(self, step: LocalStep) -> None:
-        for parameter in self.unstepped(step.round):
+        for parameter in self.fixed_in_round(step.round):
             step.parameters[parameter].grad = None
 
     def end(self, client: ClientContext) -> Message:
@@ -246,7 +246,7 @@ class FedLoRA(ChangesBase, UnequalClients, Personal):
     def drawn_in(self, name: str, round_number: int) -> int:
         return round_number if self.operator.redraws and name in self._ranks.adapters.factors else 0
 
-    def unstepped(self, round_number: int) -> frozenset[str]:
+    def fixed_in_round(self, round_number: int) -> frozenset[str]:
         trained = self.operator.trained(round_number)
         return frozenset(each for each, (_, name) in self._ranks.adapters.factors.items() if name not in trained)
 
@@ -265,7 +265,7 @@ class FedLoRA(ChangesBase, UnequalClients, Personal):
     def model_for(self, server: Server, client: ClientInfo) -> Mapping[str, Tensor]:
         return self._ranks.cut(self._exchange.known_of(server, client.id), self._ranks.level(client))
 
-    def has_whole_model(self, server: Server, client: ClientInfo, state: State) -> bool:
+    def has_full_model(self, server: Server, client: ClientInfo, state: State) -> bool:
         # A client's own factor is zero beyond its rank, which also cuts the shared factor in the product.
         own = server.state.get("pairs", {}).get(client.id, {}).keys() | state.get("personal", {}).keys()
         cut = self._ranks.level(client) == 1 or not own.isdisjoint(self._ranks.adapters.factors)
@@ -292,7 +292,7 @@ class FedLoRA(ChangesBase, UnequalClients, Personal):
     def personal_model(self, client: ClientContext, model: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
         return self._ranks.cut(super().personal_model(client, model), self._ranks.level(client))
 
-    def stand_in(self, server: Server, client: ClientInfo) -> State:
+    def state_template(self, server: Server, client: ClientInfo) -> State:
         """The factors, which a broadcast leaves out if the client has them already."""
         received = {name: server.model[name] for name in self._ranks.adapters.factors}
         return {"received": received} if self._exchange.alternates else {}

@@ -168,7 +168,7 @@ def replay_server(experiment: Experiment, tape: Tape, data: TensorDataset, expec
             received = tape.down[plan.round, client].received
             tensors = coordinator.wire.decode_up(coordinator.server.base, taped.data, received, taped.codec)
             _require_same(tensors, taped.received, f"the server decodes of client {client} in round {plan.round}")
-            coordinator.take(info, tensors)
+            coordinator.receive_decoded(info, tensors)
         coordinator.aggregate()
         coordinator.show_global(live)
     _require_same(

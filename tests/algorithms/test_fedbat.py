@@ -157,7 +157,7 @@ def begun(algorithm, module, buffers="average", optimizers=()):
     base.remember_buffers()
     server, model = Server(base), trained_tensors(module)
     algorithm.setup(base)
-    server.adopt(model, shown={})
+    server.sync_with_module(model, shown={})
     algorithm.begin_round(server)
     client = ClientContext(0, 1, 0, 0, base=base, model=model, state={}, steps=25)
     sent = broadcast(algorithm, server)

@@ -155,7 +155,7 @@ def test_uplink_of_table_4(rank, numbers):
     base = Base(module, seed=0, optimizers=[SGD(module.parameters(), rank=rank)])
     server, live, algorithm = Server(base), trained_tensors(module), FedSLoP()
     algorithm.setup(base)
-    server.adopt(live, shown={})
+    server.sync_with_module(live, shown={})
     algorithm.begin_round(server)
     message = algorithm.broadcast(server, ClientInfo(0, 1, 0, 0))
     assert message.elements == 784 * 128 + 128 + 1280 + 10 + 1
@@ -172,7 +172,7 @@ def test_a_client_of_another_process_needs_the_seed_alone():
     halves = FedSLoP(), FedSLoP()
     halves[0].setup(server.base)
     halves[1].setup(base)
-    server.adopt(trained_tensors(ours), shown={})
+    server.sync_with_module(trained_tensors(ours), shown={})
     halves[0].begin_round(server)
     client = ClientContext(0, 1, 0, 0, base=base, model=trained_tensors(theirs), state={}, steps=1)
     halves[1].begin(client, halves[0].broadcast(server, ClientInfo(0, 1, 0, 0)))

@@ -108,7 +108,7 @@ def test_ranks_of_table_1(model, column):
     algorithm = TDPFed(compression=(1.5, 2)[column])
     server = Server(Base(network, seed=0))
     algorithm.setup(server.base)
-    server.adopt(trained_tensors(network), shown={})
+    server.sync_with_module(trained_tensors(network), shown={})
     if model == "VGG8":
         # Decomposing its weights takes long, and is not what is looked at.
         server.state["factors"] = {

@@ -77,7 +77,7 @@ def server_of(net, **settings):
     base = Base(net, seed=0, **settings)
     base.remember_buffers()
     server = Server(base, cohort=(3, 5))
-    server.adopt(trained_tensors(net), shown={})
+    server.sync_with_module(trained_tensors(net), shown={})
     return server
 
 

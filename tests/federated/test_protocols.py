@@ -42,7 +42,7 @@ def test_a_method_of_no_protocol_has_its_defaults():
     assert ChangesBase.of(method).drawn_in("weight", 3) == 0
     assert not ChangesBase.of(method).announces
     assert OwnSteps.of(method).passes(None) == (1, 1)
-    assert Personal.of(method).stand_in(None, None) == {}
+    assert Personal.of(method).state_template(None, None) == {}
     assert not OwnCodec.of(method).encodes_values
     assert inherits(method, "receive", "local_update", "personal_model")
 

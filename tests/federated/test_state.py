@@ -74,13 +74,13 @@ def test_the_server_adopts_what_others_have_changed():
     module = nn.Linear(2, 1)
     server, live = Server(Base(module, seed=3)), trained_tensors(module)
     assert server.seed == 3
-    server.adopt(live, shown={})
+    server.sync_with_module(live, shown={})
     held = dict(server.model)
-    server.adopt(live, shown=server.model)
+    server.sync_with_module(live, shown=server.model)
     assert all(server.model[name] is held[name] for name in held)
     with torch.no_grad():
         module.bias.add_(1)
-    server.adopt(live, shown=server.model)
+    server.sync_with_module(live, shown=server.model)
     assert server.model["weight"] is held["weight"]
     assert torch.equal(server.model["bias"], held["bias"] + 1)
     assert server.model["bias"] is not module.bias

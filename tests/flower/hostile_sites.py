@@ -231,7 +231,7 @@ def fuzz(target: Target, count: int, draws: random.Random, tally: Tally, checked
             reply = answer(odd_content(data, draws))
         else:
             reply = target.reply(client, changed(data, draws))
-        refused = intake.take({client: reply}, {client: target.expected[client]}, target.steps)
+        refused = intake.accept({client: reply}, {client: target.expected[client]}, target.steps)
         tally.messages += 1
         if refused:
             (reason,) = refused.values()

@@ -34,7 +34,7 @@ def take(target, uploads, intake=None):
     """Return what an intake refuses of what clients send, and the model of those that are left."""
     intake = intake or target.intake()
     replies = {client: target.reply(client, data) for client, data in uploads.items()}
-    refused = intake.take(replies, target.expected, target.steps)
+    refused = intake.accept(replies, target.expected, target.steps)
     aggregator = target.coordinator.server.aggregator
     return refused, aggregator.result() if aggregator.arrivals else {}
 
@@ -99,7 +99,7 @@ def test_changes_are_measured_as_changes(name, share):
     target = Target(name, METHODS[name].forms[0])
     weights = torch.cat([value.flatten() for value in target.coordinator.server.model.values()]).norm()
     intake, replies = target.intake(), {client: target.reply(client, data) for client, data in target.uploads.items()}
-    assert intake.take(replies, target.expected, target.steps) == {}
+    assert intake.accept(replies, target.expected, target.steps) == {}
     norms = [each["parameters"].norm for each in intake._changed.values()]
     assert max(norms) < share * weights
 
@@ -192,7 +192,7 @@ def test_answers_for_other_rounds_are_dropped(target):
         pack({"round": 0}, {0: target.uploads[client], 1: b"x"}),
         pack({"round": "0"}, {0: target.uploads[client]}),
     ):
-        refused = target.intake().take({client: answer(content)}, target.expected, target.steps)
+        refused = target.intake().accept({client: answer(content)}, target.expected, target.steps)
         assert list(refused) == [client]
 
 

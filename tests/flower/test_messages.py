@@ -24,13 +24,13 @@ from lightning_lowrank.compression import (
     TopK,
 )
 from lightning_lowrank.flower.messages import (
+    apply_options,
     difference,
     field_of,
     options_of,
     pack,
     read_upload,
     signature,
-    take_options,
     unpack,
 )
 from lightning_lowrank.models import MLP
@@ -200,7 +200,7 @@ def test_optimizers_take_over_the_rounds_options():
     weight = torch.nn.Parameter(torch.zeros(2))
     mine = torch.optim.AdamW([{"params": [weight], "lr": 0.3, "betas": (0.5, 0.6)}], weight_decay=0.25)
     theirs = torch.optim.AdamW([weight], lr=1.0)
-    take_options([theirs], options_of([mine]))
+    apply_options([theirs], options_of([mine]))
     group = theirs.param_groups[0]
     assert (group["lr"], group["betas"], group["weight_decay"]) == (0.3, (0.5, 0.6), 0.25)
     assert group["params"][0] is weight
@@ -211,7 +211,7 @@ def test_what_every_side_draws_for_itself_is_not_told():
     weight = torch.nn.Parameter(torch.zeros(2, 4))
     mine, theirs = (ProjectedSGD([weight], lr=lr, rank=1, refresh_interval=None) for lr in (0.5, 1.0))
     mine.refresh(7)
-    take_options([theirs], options_of([mine]))
+    apply_options([theirs], options_of([mine]))
     assert theirs.param_groups[0]["lr"] == 0.5
     assert theirs.param_groups[0]["seed"] != 7
 
@@ -220,7 +220,7 @@ def test_what_every_side_draws_for_itself_is_not_told():
 def test_options_of_other_optimizers_are_refused(text):
     optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(2))], lr=1.0)
     with pytest.raises(DecodingError):
-        take_options([optimizer], text)
+        apply_options([optimizer], text)
 
 
 def test_signatures_tell_what_differs():

@@ -372,7 +372,7 @@ class SharedCoordinator(Coordinator):
         self._counts = StepCounts(self._trainer)
 
     @override
-    def _take(self, arrival: Arrival) -> None:
+    def _receive_arrival(self, arrival: Arrival) -> None:
         message = arrival.message
         if self._streams:
             self._pass_on(arrival)

@@ -141,9 +141,7 @@ class ClientStack(OfTheRun):
         }
         self._mapped_tensors = MappedTensors(module)
         with ExitStack() as ends:
-            self._take_optimizers(
-                {value: self.leaves[name] for name, value in live.items() if name in self.leaves}, ends
-            )
+            self._step_leaves({value: self.leaves[name] for name, value in live.items() if name in self.leaves}, ends)
             for value in live.values():
                 if value.requires_grad:
                     ends.callback(value.register_hook(_refuse_gradient).remove)
@@ -151,7 +149,7 @@ class ClientStack(OfTheRun):
             ends.enter_context(replaced(module, training_step=step, configure_gradient_clipping=self._clip))
             self._ends = ends.pop_all()
 
-    def _take_optimizers(self, leaf_of: Mapping[Tensor, Tensor], ends: ExitStack) -> None:
+    def _step_leaves(self, leaf_of: Mapping[Tensor, Tensor], ends: ExitStack) -> None:
         """Replace parameters in the optimizers by the stacks' leaves, with empty states, until `close`."""
 
         def forget_states() -> None:
@@ -311,7 +309,7 @@ class ClientStack(OfTheRun):
             return None
         results = part.rows_of(results)
         if not is_new:
-            part.take(results, compiled.settings[size], compiled.used[size])
+            part.store(results, compiled.settings[size], compiled.used[size])
             return results.losses, results.logged
         # At first use the uncompiled step runs too, for comparison, and its results count: compiled steps draw other
         # numbers.
@@ -690,7 +688,7 @@ class _Part:
         """Names of the parameters for which the step has gradients."""
         return frozenset(self._gradients)
 
-    def take(self, results: Results, settings: Mapping[str, dict[str, Any]], used: Collection[str]) -> None:
+    def store(self, results: Results, settings: Mapping[str, dict[str, Any]], used: Collection[str]) -> None:
         """Adopt a compiled step's gradients of ``used`` parameters, its buffers, and its settings of logged values."""
         self.settings.update(settings)
         # A compiled step returns zero gradients for unused parameters.

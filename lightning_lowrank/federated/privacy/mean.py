@@ -158,7 +158,9 @@ class PrivateMean(RoundStage):
             return
         module, algorithm = server.base.module, self._algorithm
         trained = server.base.parameters(trained_tensors(module))
-        check_factors_move(module, trained.keys() - ChangesBase.of(algorithm).unstepped(server.round), "ClientPrivacy")
+        check_factors_move(
+            module, trained.keys() - ChangesBase.of(algorithm).fixed_in_round(server.round), "ClientPrivacy"
+        )
         if self.noise_at_clients:
             check_carries_noise(self._way.form_of(self._way.any_client), type(algorithm).__name__)
 
