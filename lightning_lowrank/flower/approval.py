@@ -117,19 +117,19 @@ class Approvals:
             part.write_bytes(data)
         return file
 
-    def begin_account(self, file: Path, anew: bool) -> None:
+    def begin_account(self, file: Path, new_account: bool) -> None:
         """Write an empty privacy account before a site's first approval.
 
         Args:
             file: The account.
-            anew: Whether to start an empty account even if one exists, for samples that no study has used.
+            new_account: Whether to start an empty account even if one exists, for samples that no study has used.
 
         Raises:
             MisconfigurationException: If the account is missing although recipes are approved, and so was lost.
         """
-        if file.exists() and not anew:
+        if file.exists() and not new_account:
             return
-        if not anew and any(self.folder.glob("*.yaml")):
+        if not new_account and any(self.folder.glob("*.yaml")):
             raise misconfigured(
                 f"{file}, by which this site counts what its samples have cost, is not there, though recipes are"
                 " approved: put it back from a copy. --new-account begins one for samples that no study has used."
@@ -169,25 +169,25 @@ def _lines(data: bytes) -> list[str]:
     ]
 
 
-def read_own(file: str | None) -> dict[str, Any]:
+def read_site_values(file: str | None) -> dict[str, Any]:
     """The site's own values, by name, from its file.
 
     Raises:
         MisconfigurationException: If the file cannot be read, or its rank is not a whole number of 1 or more.
     """
-    own = {} if file is None else read_plain(Path(file).read_bytes(), f"the site's file {file}")
-    rank = own.get("rank")
+    values = {} if file is None else read_plain(Path(file).read_bytes(), f"the site's file {file}")
+    rank = values.get("rank")
     if rank is not None and not (type(rank) is int and rank >= 1):
         raise misconfigured(f"rank of {file} must be a whole number, 1 or more, got {rank!r}.")
-    return own
+    return values
 
 
-def filled(content: Any, own: Mapping[str, Any], data_root: str | None = None) -> Any:
+def filled(content: Any, values: Mapping[str, Any], data_root: str | None = None) -> Any:
     """A recipe's content with the site's values for each ``{site: NAME, default: VALUE}``.
 
     Args:
         content: The content.
-        own: The values, by name.
+        values: The values, by name.
         data_root: A folder in which files and folders that are the site's own must be, once links are followed.
             ``None``: they may be anywhere.
 
@@ -199,15 +199,15 @@ def filled(content: Any, own: Mapping[str, Any], data_root: str | None = None) -
         {'lr': 0.1, 'num_workers': 4}
     """
     if isinstance(content, list):
-        return [filled(each, own, data_root) for each in content]
+        return [filled(each, values, data_root) for each in content]
     if not isinstance(content, dict):
         return content
-    if not _is_own(content):
-        return {key: filled(value, own, data_root) for key, value in content.items()}
+    if not _is_placeholder(content):
+        return {key: filled(value, values, data_root) for key, value in content.items()}
     name = content["site"]
-    if name not in own and "default" not in content and not (name == "root" and data_root is not None):
+    if name not in values and "default" not in content and not (name == "root" and data_root is not None):
         raise misconfigured(f"the recipe leaves {name!r} to each site: give it in the file that the site names as site")
-    value = own.get(name, content.get("default", "."))
+    value = values.get(name, content.get("default", "."))
     if data_root is None or not isinstance(value, str):
         return value
     folder = Path(data_root).resolve()
@@ -217,39 +217,39 @@ def filled(content: Any, own: Mapping[str, Any], data_root: str | None = None) -
     return str(place) if name in _OPENED or place.is_file() else value
 
 
-def left_to_sites(content: Any, own: dict[str, Any]) -> Any:
+def left_to_sites(content: Any, values: dict[str, Any]) -> Any:
     """A recipe's content with placeholders for the site's own values; `filled` is the inverse.
 
     Args:
         content: The content.
-        own: The values go here, by name.
+        values: The values go here, by name.
 
     Raises:
         MisconfigurationException: If one name has two values.
 
     Example:
-        >>> own = {}
-        >>> left_to_sites({"data": {"root": "/data", "train": "a.csv", "num_workers": 2}}, own)["data"]["train"]
+        >>> values = {}
+        >>> left_to_sites({"data": {"root": "/data", "train": "a.csv", "num_workers": 2}}, values)["data"]["train"]
         {'site': 'train', 'default': 'a.csv'}
-        >>> own
+        >>> values
         {'root': '/data', 'train': 'a.csv', 'num_workers': 2}
     """
     if isinstance(content, list):
-        return [left_to_sites(each, own) for each in content]
+        return [left_to_sites(each, values) for each in content]
     if not isinstance(content, dict):
         return content
-    if _is_own(content):
+    if _is_placeholder(content):
         raise misconfigured(f"the recipe has {content!r}, a placeholder for a site's own value: give the value")
     left = {}
     for name, value in content.items():
         is_split = name in _SPLITS and isinstance(value, str) and not set("./\\") & set(value)
         if name not in _OWN or is_split or not (isinstance(value, str) or name == "num_workers"):
-            left[name] = left_to_sites(value, own)
+            left[name] = left_to_sites(value, values)
             continue
-        if own.setdefault(name, value) != value:
+        if values.setdefault(name, value) != value:
             raise misconfigured(
-                f"{name} is {own[name]!r} in one place of the recipe and {value!r} in another, and a site has one value"
-                " for it: make them equal."
+                f"{name} is {values[name]!r} in one place of the recipe and {value!r} in another, and a site has one"
+                " value for it: make them equal."
             )
         shared = name != "root" and (not isinstance(value, str) or _PLAIN_NAME.fullmatch(value))
         left[name] = {"site": name, **({"default": value} if shared else {})}
@@ -277,7 +277,7 @@ def _is_file(text: str) -> bool:
         return False
 
 
-def _is_own(content: Any) -> bool:
+def _is_placeholder(content: Any) -> bool:
     """Whether a part of a recipe is a placeholder for a site's own value."""
     return isinstance(content, dict) and "site" in content and content.keys() <= {"site", "default"}
 
@@ -295,12 +295,12 @@ def places_of(content: Any, path: str = "") -> Iterator[tuple[str, Any]]:
     if isinstance(content, list):
         for number, each in enumerate(content):
             yield from places_of(each, f"{below}{number}")
-    elif isinstance(content, dict) and not _is_own(content):
+    elif isinstance(content, dict) and not _is_placeholder(content):
         for key, each in content.items():
             yield from places_of(each, f"{below}{key}")
     else:
         yield path, content
-        if _is_own(content) and "default" in content:
+        if _is_placeholder(content) and "default" in content:
             yield from places_of(content["default"], f"{below}default")
 
 
@@ -317,28 +317,28 @@ def sentences(content: Mapping[str, Any]) -> list[str]:
     left = [
         f"{value.get('site')} ({path}" + (f", else {value['default']!r})" if "default" in value else ")")
         for path, value in places
-        if _is_own(value)
+        if _is_placeholder(value)
     ]
     code = sorted({name for path, value in places for name in _code_of(path, value)})
-    said = [
-        f"Data: {_said(content.get('data'))}, divided by {_said(federated.get('partition'))}.",
-        f"Model: {_said(content.get('model'))}.",
-        f"Low rank: {_said(content.get('lowrank'))}.",
-        f"Method: {_said(federated.get('algorithm'))}; {federated.get('clients')} clients, of which"
+    lines = [
+        f"Data: {_as_call(content.get('data'))}, divided by {_as_call(federated.get('partition'))}.",
+        f"Model: {_as_call(content.get('model'))}.",
+        f"Low rank: {_as_call(content.get('lowrank'))}.",
+        f"Method: {_as_call(federated.get('algorithm'))}; {federated.get('clients')} clients, of which"
         f" {federated.get('clients_per_round') or 'all'} a round, {trainer.get('max_epochs')} rounds of"
         f" {federated.get('local_epochs')} local epochs, and no round of fewer than"
         f" {federated.get('min_clients') or 1} clients.",
-        f"Callbacks: {'; '.join(map(_said, callbacks)) or 'none'}.",
+        f"Callbacks: {'; '.join(map(_as_call, callbacks)) or 'none'}.",
         "Sent in each round: the method's message of the trained tensors, through"
-        f" {_said(federated.get('uplink')) if federated.get('uplink') else 'no codec'}; at the start the numbers of"
+        f" {_as_call(federated.get('uplink')) if federated.get('uplink') else 'no codec'}; at the start the numbers of"
         " samples and steps.",
-        f"Privacy: {_said(federated['privacy']) if federated.get('privacy') else 'no noise on what leaves'};"
-        f" {_said(private[0]) if private else 'no count of what rounds cost the samples'}.",
+        f"Privacy: {_as_call(federated['privacy']) if federated.get('privacy') else 'no noise on what leaves'};"
+        f" {_as_call(private[0]) if private else 'no count of what rounds cost the samples'}.",
         f"This site fills in: {', '.join(left) or 'nothing'}.",
     ]
     named = ["Code that may be imported and run:", *(f"  {each}" for each in code)]
     # A long sentence may be cut, but never a name that could be imported.
-    return [*(escaped(each, 2000) for each in said), *(escaped(each, 10 * len(each) + 10) for each in named)]
+    return [*(escaped(each, 2000) for each in lines), *(escaped(each, 10 * len(each) + 10) for each in named)]
 
 
 def _code_of(path: str, value: Any) -> list[str]:
@@ -355,16 +355,16 @@ def section_of(content: Mapping[str, Any], name: str) -> dict[str, Any]:
     return found if isinstance(found, dict) else {}
 
 
-def _said(value: Any) -> str:
+def _as_call(value: Any) -> str:
     """A part of a recipe as a Python call, without arguments that are ``None``."""
     if isinstance(value, list):
-        return f"[{', '.join(map(_said, value))}]"
+        return f"[{', '.join(map(_as_call, value))}]"
     if not isinstance(value, dict):
         return str(value)
-    if _is_own(value):
+    if _is_placeholder(value):
         return f"this site's {value['site']}"
     arguments = value.get("init_args") if "class_path" in value else None
     others = {name: each for name, each in value.items() if name not in ("class_path", "init_args")}
     given = {**(arguments if isinstance(arguments, dict) else {}), **others}
-    inside = ", ".join(f"{name}={_said(each)}" for name, each in given.items() if each is not None)
+    inside = ", ".join(f"{name}={_as_call(each)}" for name, each in given.items() if each is not None)
     return f"{str(value.get('class_path', '')).rpartition('.')[2]}({inside})"

@@ -20,7 +20,7 @@ from lightning.pytorch.utilities import rank_zero_warn
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
 from lightning_lowrank.compression import DecodingError, Dense
-from lightning_lowrank.flower.approval import read_own, state_folder
+from lightning_lowrank.flower.approval import read_site_values, state_folder
 from lightning_lowrank.flower.audit import AuditLog
 from lightning_lowrank.flower.messages import JOIN, LISTEN, TRAIN, Fields, field_of, pack, unpack
 from lightning_lowrank.flower.policy import Policy, PolicyViolation
@@ -91,14 +91,17 @@ def client_app(recipe: str | Path) -> ClientApp:
                 return reply
             except Exception as error:
                 logging.getLogger(__name__).exception("this site did not do what a message asks for")
-                told = f"{type(error).__name__[:40]}: this site did not do it, and its log cannot be written"
+                explanation = f"{type(error).__name__[:40]}: this site did not do it, and its log cannot be written"
                 with contextlib.suppress(OSError):
                     direction = "refused" if isinstance(error, PolicyViolation) else "failed"
                     identifier = log.append(direction=direction, **about, reason=str(error))
-                    told = f"{told.partition(',')[0]}, and entry {identifier} of its log says why"[:most]
-                    entry = {"bytes": len(told.encode()), "digest": hashlib.sha256(told.encode()).hexdigest()}
+                    explanation = f"{explanation.partition(',')[0]}, and entry {identifier} of its log says why"[:most]
+                    entry = {
+                        "bytes": len(explanation.encode()),
+                        "digest": hashlib.sha256(explanation.encode()).hexdigest(),
+                    }
                     log.append(direction="sent", **about, **entry)
-                return error_reply(message, told[:most])
+                return error_reply(message, explanation[:most])
 
     app = ClientApp(mods=[guard])
 
@@ -126,7 +129,7 @@ def client_app(recipe: str | Path) -> ClientApp:
                 own_data=_setting(config, "own-data", bool) or False,
                 data_root=_setting(config, "data-root", str),
                 policy=policy,
-                own=read_own(_setting(config, "site", str)),
+                site_values=read_site_values(_setting(config, "site", str)),
                 seed=None if seed < 0 else seed,
                 rounds=rounds,
             )
@@ -146,8 +149,8 @@ def client_app(recipe: str | Path) -> ClientApp:
     def listen(message: Message, context: Context) -> Message:
         fields, broadcasts = unpack(message)
         site = site_of(fields, context)
-        if site.heard < field_of(fields, "heard", int):
-            return Message(pack({"lost": True, "heard": site.heard}), reply_to=message)
+        if site.last_broadcast < field_of(fields, "last_broadcast", int):
+            return Message(pack({"lost": True, "last_broadcast": site.last_broadcast}), reply_to=message)
         site.listen(broadcasts)
         return Message(pack({}), reply_to=message)
 
@@ -158,8 +161,10 @@ def client_app(recipe: str | Path) -> ClientApp:
         number, options = field_of(fields, "round", int), field_of(fields, "options", str)
         site = site_of(fields, context)
         # The site lacks broadcasts that it once received: its state file is missing, or an older one.
-        if site.heard < field_of(fields, "heard", int):
-            return Message(pack({"round": number, "lost": True, "heard": site.heard}), reply_to=message)
+        if site.last_broadcast < field_of(fields, "last_broadcast", int):
+            return Message(
+                pack({"round": number, "lost": True, "last_broadcast": site.last_broadcast}), reply_to=message
+            )
         if field_of(fields, "lost", bool):
             rank_zero_warn(_LOST.format(site.client))
         upload = site.train(number, broadcasts, options)
@@ -174,7 +179,7 @@ def client_app(recipe: str | Path) -> ClientApp:
             site = site_of(fields, context)
             # An error, because Flower's mod sends only numbers; the server asks failed sites whether they lost their
             # state.
-            if site.heard < field_of(fields, "heard", int):
+            if site.last_broadcast < field_of(fields, "last_broadcast", int):
                 raise MisconfigurationException(f"client {site.client} has lost what it kept of earlier rounds.")
             if field_of(fields, "lost", bool):
                 rank_zero_warn(_LOST.format(site.client))
@@ -228,6 +233,6 @@ def _measured(message: Message) -> tuple[int, dict[str, Any]]:
         plain = json.dumps([name, dict(record)], sort_keys=True, default=bytes.hex).encode()
         digest.update(plain)
         nbytes += len(plain)
-        said = record.get("round")
-        number = said if type(said) is int else number
+        found = record.get("round")
+        number = found if type(found) is int else number
     return nbytes, {"round": number, "bytes": nbytes, "digest": digest.hexdigest()}

@@ -322,8 +322,8 @@ class Intake:
             found = [each[kind] for each in self._changed.values() if kind in each]
             middle = _upper_median([change.norm for change in found])
             for key in {change.key for change in found} if len(found) >= _ENOUGH else ():
-                own = _upper_median([change.norm for change in found if change.key == key])
-                self._medians[key] = max(self._medians.get(key, 0.0), min(middle, own))
+                median = _upper_median([change.norm for change in found if change.key == key])
+                self._medians[key] = max(self._medians.get(key, 0.0), min(middle, median))
 
 
 @dataclass(frozen=True)

@@ -18,7 +18,7 @@ from lightning.pytorch.utilities import rank_zero_warn
 from lightning_lowrank.compression import DecodingError
 from lightning_lowrank.federated.failures import described
 from lightning_lowrank.flower.intake import believed
-from lightning_lowrank.flower.messages import JOIN, Claims, Fields, difference, printable, unpack
+from lightning_lowrank.flower.messages import JOIN, Fields, JoinAnswer, difference, printable, unpack
 from lightning_lowrank.flower.transport import Silence, Transport
 
 __all__ = ["Admission", "Members"]
@@ -66,11 +66,11 @@ class Members:
     ) -> None:
         self.connected: dict[int, int] = {}
         """The nodes of connected sites, by client."""
-        self.heard: dict[int, int] = {}
+        self.last_broadcast: dict[int, int] = {}
         """The last round whose broadcast each client has."""
         self.samples: list[int] = []
         self.batches: list[int] = []
-        self.unbelieved: list[int] = []
+        self.implausible: list[int] = []
         """Clients with implausible claims, in place of which the median counts."""
         self._signature = signature
         self._clients = clients
@@ -98,22 +98,22 @@ class Members:
             DecodingError: If the node cannot take part; the message has the reason.
         """
         differs = difference(self._signature, fields)
-        claims = Claims.of(fields)
-        client = claims.client
+        answer = JoinAnswer.of(fields)
+        client = answer.client
         if differs:
             raise DecodingError(f"client {client}: {differs}")
-        clients = self._clients or len(self.samples) or claims.clients
-        if claims.clients != clients:
+        clients = self._clients or len(self.samples) or answer.clients
+        if answer.clients != clients:
             raise DecodingError(
-                f"it is client {client} of {claims.clients}, and the recipe has {clients} clients, from 0"
+                f"it is client {client} of {answer.clients}, and the recipe has {clients} clients, from 0"
             )
         if self._nodes and (client >= len(self._nodes) or self._nodes[client] != node):
             raise DecodingError(f"client {client}: `nodes` has another node for it")
-        if claims.rank > self._rank_limit:
+        if answer.rank > self._rank_limit:
             most = f"at most {self._rank_limit} here" if self._rank_limit else "none of its own in this study"
-            raise DecodingError(f"client {client}: it states rank {claims.rank}, and a client has {most}")
-        digest = hashlib.sha256(claims.secret.encode()).hexdigest()
-        owner = _Owner(node, digest, clients, claims.samples, claims.batches, claims.rank)
+            raise DecodingError(f"client {client}: it states rank {answer.rank}, and a client has {most}")
+        digest = hashlib.sha256(answer.secret.encode()).hexdigest()
+        owner = _Owner(node, digest, clients, answer.samples, answer.batches, answer.rank)
         self._check_owner(client, owner)
         if self.begun:
             first = self._owners[client]
@@ -123,8 +123,8 @@ class Members:
                     raise DecodingError(f"client {client}: it stated {what} {before} when the run began, and now {now}")
         self._owners[client] = owner
         self.connected[client] = node
-        before, self.heard[client] = self.heard.get(client, -1), claims.heard
-        return client if claims.heard < before else None
+        before, self.last_broadcast[client] = self.last_broadcast.get(client, -1), answer.last_broadcast
+        return client if answer.last_broadcast < before else None
 
     def _check_owner(self, client: int, new: _Owner) -> None:
         """Refuse a node whose client belongs to another node, or that is already another client's site."""
@@ -141,7 +141,7 @@ class Members:
             for each in [each for each, owner in self._owners.items() if owner.node == new.node and each != client]:
                 del self._owners[each]
                 self.connected.pop(each, None)
-                self.heard.pop(each, None)
+                self.last_broadcast.pop(each, None)
         owner = self._owners.get(client)
         if owner is None or owner.node == new.node:
             return
@@ -160,14 +160,14 @@ class Members:
     @property
     def expected(self) -> int:
         """The number of clients, by the recipe or by most connected sites; 0 if no site is connected."""
-        said = [self._owners[client].clients for client in self.connected]
-        return self._clients or max(set(said), key=said.count, default=0)
+        stated = [self._owners[client].clients for client in self.connected]
+        return self._clients or max(set(stated), key=stated.count, default=0)
 
     def complete(self) -> bool:
         """Whether the sites of all clients are connected."""
-        most, said = self.expected, [self._owners[client].clients for client in self.connected]
-        there = sum(client < most and self._owners[client].clients == most for client in self.connected)
-        return bool(most) and there == most and (self._clients is not None or 2 * there > len(said))
+        most, stated = self.expected, [self._owners[client].clients for client in self.connected]
+        joined = sum(client < most and self._owners[client].clients == most for client in self.connected)
+        return bool(most) and joined == most and (self._clients is not None or 2 * joined > len(stated))
 
     def begin(self, count: int, absent: Collection[int] = ()) -> None:
         """Begin the run with ``count`` clients, and fix their numbers of samples and batches; absent clients have 0."""
@@ -178,7 +178,7 @@ class Members:
             claims = believed([getattr(owner, name) for owner in self._owners.values()], self._count_bound)
             counts = dict(zip(self._owners, claims, strict=True))
             setattr(self, name, [counts.get(client, 0) for client in range(count)])
-        self.unbelieved = [
+        self.implausible = [
             client
             for client, owner in self._owners.items()
             if (owner.samples, owner.batches) != (self.samples[client], self.batches[client])
@@ -200,14 +200,14 @@ class Members:
         }
         return {
             "owners": owners,
-            "heard": dict(self.heard),
+            "last_broadcast": dict(self.last_broadcast),
             "begun": len(self.samples),
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore `state_dict`'s result; no site is connected afterwards."""
         self._owners = {int(client): _Owner(*owner) for client, owner in state["owners"].items()}
-        self.heard = {int(client): heard for client, heard in state["heard"].items()}
+        self.last_broadcast = {int(client): number for client, number in state["last_broadcast"].items()}
         self.connected = {}
         if state["begun"]:
             self.begin(state["begun"])
@@ -275,8 +275,8 @@ class Admission:
                 raise DecodingError(reply.reason)
             lost = self._members.admit(node, unpack(reply)[0])
         except Exception as error:  # whatever a node says, the others continue
-            said = str(error) if isinstance(error, DecodingError) else described(error)
-            reason = f"node {node}: {printable(said)}"
+            message = str(error) if isinstance(error, DecodingError) else described(error)
+            reason = f"node {node}: {printable(message)}"
             self._refused[node] = time.monotonic(), reason
             rank_zero_warn(f"a site that came is left out: {reason}")
             return set()

@@ -32,7 +32,7 @@ _ENCODING = "lightning_lowrank"
 _FIELDS = "fields"
 _PAYLOADS = "payloads"
 # Not sent: parameters, and options of projected optimizers that server and sites set for themselves.
-_NOT_TOLD = ("params", "stacked", "seed", "subspaces", "refresh_number", "steps_since_refresh")
+_NOT_SENT = ("params", "stacked", "seed", "subspaces", "refresh_number", "steps_since_refresh")
 _KINDS = {"int": int, "str": str}
 _MOST_CLIENTS = 2**20
 _LONGEST_SECRET = 64
@@ -125,15 +125,15 @@ def read_upload(
 
 
 @dataclass(frozen=True)
-class Claims:
-    """A site's claims when it joins, checked for types and ranges.
+class JoinAnswer:
+    """A site's answer to ``query.join``, checked for types and ranges.
 
     Args:
         client: Number of its client, from 0.
         clients: Number of clients of the federation.
         samples: Number of its training samples.
         batches: Number of steps that it makes in a round.
-        heard: The last round whose broadcast it has, -1 before the first.
+        last_broadcast: The last round whose broadcast it has, -1 before the first.
         rank: The rank that it states for its client, 0 if it states none.
         secret: A secret that no other site has; the site keeps it from its first start on.
     """
@@ -142,31 +142,31 @@ class Claims:
     clients: int
     samples: int
     batches: int
-    heard: int
+    last_broadcast: int
     rank: int
     secret: str
 
     @classmethod
-    def of(cls, fields: Fields) -> Claims:
-        """Read the claims from a message's fields.
+    def of(cls, fields: Fields) -> JoinAnswer:
+        """Read the answer from the message's fields.
 
         Raises:
             DecodingError: If a field is missing, of another type or out of range.
         """
-        claims = cls(
+        answer = cls(
             **{each.name: field_of(fields, each.name, _KINDS[str(each.type)]) for each in dataclass_fields(cls)}
         )
-        if not 0 <= claims.client < claims.clients <= _MOST_CLIENTS:
-            raise DecodingError(f"it is client {claims.client} of {claims.clients}, and clients are numbered from 0.")
-        counts = claims.samples, claims.batches, claims.rank
-        if claims.heard < -1 or min(counts) < 0 or (claims.batches and not claims.samples):
+        if not 0 <= answer.client < answer.clients <= _MOST_CLIENTS:
+            raise DecodingError(f"it is client {answer.client} of {answer.clients}, and clients are numbered from 0.")
+        counts = answer.samples, answer.batches, answer.rank
+        if answer.last_broadcast < -1 or min(counts) < 0 or (answer.batches and not answer.samples):
             raise DecodingError(
-                f"it tells of {claims.samples} samples, {claims.batches} batches, rank {claims.rank} and round"
-                f" {claims.heard}, which cannot be."
+                f"it states {answer.samples} samples, {answer.batches} batches, rank {answer.rank} and round"
+                f" {answer.last_broadcast}, which cannot be."
             )
-        if len(claims.secret) > _LONGEST_SECRET:
-            raise DecodingError(f"its secret has {len(claims.secret):,} letters.")
-        return claims
+        if len(answer.secret) > _LONGEST_SECRET:
+            raise DecodingError(f"its secret has {len(answer.secret):,} letters.")
+        return answer
 
 
 def printable(text: str, longest: int = 300) -> str:
@@ -183,10 +183,10 @@ def options_of(optimizers: Sequence[Optimizer]) -> str:
             return all(map(plain, value))
         return value is None or isinstance(value, (bool, int)) or (isinstance(value, float) and math.isfinite(value))
 
-    def told(group: Mapping[str, Any]) -> dict[str, Any]:
-        return {name: value for name, value in group.items() if name not in _NOT_TOLD and plain(value)}
+    def sent(group: Mapping[str, Any]) -> dict[str, Any]:
+        return {name: value for name, value in group.items() if name not in _NOT_SENT and plain(value)}
 
-    return json.dumps([[told(group) for group in optimizer.param_groups] for optimizer in optimizers])
+    return json.dumps([[sent(group) for group in optimizer.param_groups] for optimizer in optimizers])
 
 
 def apply_options(optimizers: Sequence[Optimizer], text: str) -> None:
@@ -196,10 +196,10 @@ def apply_options(optimizers: Sequence[Optimizer], text: str) -> None:
         DecodingError: If the options are of other optimizers.
     """
     try:
-        told = json.loads(text)
-        for optimizer, groups in zip(optimizers, told, strict=True):
+        received = json.loads(text)
+        for optimizer, groups in zip(optimizers, received, strict=True):
             for group, values in zip(optimizer.param_groups, groups, strict=True):
-                if not values.keys() <= group.keys() - set(_NOT_TOLD):
+                if not values.keys() <= group.keys() - set(_NOT_SENT):
                     raise ValueError(f"there is no option {sorted(values.keys() - group.keys())}")
                 group.update({name: tuple(value) if type(value) is list else value for name, value in values.items()})
     except (ValueError, TypeError, AttributeError) as error:

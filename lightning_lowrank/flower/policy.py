@@ -163,8 +163,8 @@ class Policy:
         """
         promised, rounds, cohort = (field_of(request, name, int) for name in ("min_sites", "rounds", "cohort"))
         if self.min_clients is not None and min(promised, cohort) < self.min_clients:
-            told = f"the server makes a round of as few as {min(promised, cohort)} (min-sites, or the cohort)"
-            raise self._violation("min_clients", self.min_clients, told)
+            reason = f"the server makes a round of as few as {min(promised, cohort)} (min-sites, or the cohort)"
+            raise self._violation("min_clients", self.min_clients, reason)
         if self.max_rounds is not None and rounds > self.max_rounds:
             raise self._violation("max_rounds", self.max_rounds, f"the server says that there are {rounds:,} rounds")
 
@@ -177,25 +177,28 @@ class Policy:
         if self.secure_aggregation:
             raise self._violation("secure_aggregation", "true", "the server would see the site's answer by itself")
 
-    def check_protocol(self, said: Mapping[str, Any]) -> None:
-        """Refuse secure aggregation of fewer than ``min_clients`` sites; ``said`` is the server's configuration.
+    def check_protocol(self, configuration: Mapping[str, Any]) -> None:
+        """Refuse secure aggregation of fewer than ``min_clients`` sites; ``configuration`` is the server's.
 
         Raises:
             PolicyViolation: If it is.
         """
         if self.min_clients is None:
             return
-        keys = [value for name, value in said.items() if name.isdigit()]
-        for count, told in (
-            (said.get("threshold"), "the answers could be unmasked with {} sites"),
-            (len(keys) if said.get("stage") == "share_keys" else None, "the server names the keys of {} sites"),
+        keys = [value for name, value in configuration.items() if name.isdigit()]
+        for count, reason in (
+            (configuration.get("threshold"), "the answers could be unmasked with {} sites"),
             (
-                len(said.get("active_nids", ())) if said.get("stage") == "unmask" else None,
+                len(keys) if configuration.get("stage") == "share_keys" else None,
+                "the server names the keys of {} sites",
+            ),
+            (
+                len(configuration.get("active_nids", ())) if configuration.get("stage") == "unmask" else None,
                 "the server asks for the sum of {} sites",
             ),
         ):
             if count is not None and not (type(count) is int and count >= self.min_clients):
-                raise self._violation("min_clients", self.min_clients, told.format(count))
+                raise self._violation("min_clients", self.min_clients, reason.format(count))
 
     def approved(self, recipe: bytes) -> bytes:
         """The site's own copy of a recipe that it has approved; without a policy file, the recipe itself.
@@ -226,11 +229,11 @@ class Policy:
         if self.max_epsilon is None:
             return
         if samples is None:
-            told = "the recipe has no DifferentialPrivacy, by which the site would count what its rounds cost"
-            raise self._violation("max_epsilon", self.max_epsilon, told)
+            reason = "the recipe has no DifferentialPrivacy, by which the site would count what its rounds cost"
+            raise self._violation("max_epsilon", self.max_epsilon, reason)
         if samples.delta > self.max_delta:
-            told = f"the recipe's DifferentialPrivacy has delta={samples.delta}"
-            raise self._violation("max_delta", self.max_delta, told)
+            reason = f"the recipe's DifferentialPrivacy has delta={samples.delta}"
+            raise self._violation("max_delta", self.max_delta, reason)
 
     def check_cost(self, epsilon: float, delta: float, steps: int) -> None:
         """Refuse a round of ``steps`` steps after which the samples' ε would exceed ``max_epsilon``.
@@ -239,8 +242,8 @@ class Policy:
             PolicyViolation: If it would.
         """
         if self.max_epsilon is not None and epsilon > self.max_epsilon:
-            told = f"{steps} more steps would make it {epsilon:.4g} at δ = {delta:g}, other studies included"
-            raise self._violation("max_epsilon", self.max_epsilon, told)
+            reason = f"{steps} more steps would make it {epsilon:.4g} at δ = {delta:g}, other studies included"
+            raise self._violation("max_epsilon", self.max_epsilon, reason)
 
     def check_trained(self, names: Iterable[str]) -> None:
         """Refuse to train parameters outside of the permitted modules.
@@ -286,8 +289,8 @@ class Policy:
         if not norm > self.clip:
             return message
         if message.codec is not None:
-            told = f"the change has the norm {norm:.4g} in {type(message.codec).__name__}, which cannot be scaled"
-            raise self._violation("clip", self.clip, told)
+            reason = f"the change has the norm {norm:.4g} in {type(message.codec).__name__}, which cannot be scaled"
+            raise self._violation("clip", self.clip, reason)
         scaled = {
             name: (message.tensors[name].double() + (self.clip / norm - 1) * change).to(message.tensors[name].dtype)
             for name, change in changes.items()
@@ -306,11 +309,11 @@ class Policy:
             return
         norm = _norm(_changes(received, reference, exact))
         if norm > _ROUNDING * self.clip:
-            told = f"the uplink's codecs enlarge the change to the norm {norm:.4g}"
-            raise self._violation("clip", self.clip, told)
+            reason = f"the uplink's codecs enlarge the change to the norm {norm:.4g}"
+            raise self._violation("clip", self.clip, reason)
 
-    def _violation(self, name: str, value: object, told: str) -> PolicyViolation:
-        return PolicyViolation(f"the site's policy has {name}={value}, and {told}.")
+    def _violation(self, name: str, value: object, reason: str) -> PolicyViolation:
+        return PolicyViolation(f"the site's policy has {name}={value}, and {reason}.")
 
 
 def _check(holds: bool, name: str, wanted: str, value: object) -> None:

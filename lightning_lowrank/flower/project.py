@@ -40,7 +40,7 @@ clientapp = "flower_app:client"
 start-timeout = 600.0      # seconds to wait for all sites at the start, and for one at all in a round
 round-timeout = 3600.0     # seconds to wait for the sites' answers in a round
 min-sites = 0              # least number of sites that must answer in a round; 0: federated.min_clients
-keep-broadcasts = 100      # rounds whose broadcasts are kept for sites that have not heard them
+keep-broadcasts = 100      # rounds whose broadcasts are kept for sites that have not received them
 study = "{name}"{padding}  # the server goes on from the state of an unfinished study of this name and recipe
 on-bad-payload = "skip"    # a site that sends something malformed: "skip" goes on without it, "stop" ends the run
 norm-bound = 10.0          # a site whose answer changes the model by so many times the median site's norm is left out
@@ -86,7 +86,7 @@ def write_project(configs: Sequence[str | Path], output: str | Path) -> None:
     if missing:
         raise MisconfigurationException(f"{missing[0]} is not a recipe: there is no such file.")
     output = Path(output)
-    text, own = resolve(configs)
+    text, author_values = resolve(configs)
     output.mkdir(parents=True, exist_ok=True)
     # Flower's names begin with a letter and hold letters, digits and hyphens.
     name = re.sub(r"[^A-Za-z0-9]+", "-", output.resolve().name).strip("-")
@@ -97,4 +97,6 @@ def write_project(configs: Sequence[str | Path], output: str | Path) -> None:
     (output / "pyproject.toml").write_text(project, encoding="utf-8")
     (output / "flower_app.py").write_text(_APP, encoding="utf-8")
     (output / "recipe.yaml").write_text(text, encoding="utf-8")
-    (output / "server.yaml").write_text(yaml.safe_dump(own, sort_keys=False, allow_unicode=True), encoding="utf-8")
+    (output / "server.yaml").write_text(
+        yaml.safe_dump(author_values, sort_keys=False, allow_unicode=True), encoding="utf-8"
+    )

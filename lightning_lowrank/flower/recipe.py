@@ -103,15 +103,15 @@ def resolve(configs: Sequence[str | Path]) -> tuple[str, dict[str, Any]]:
     for name in _NOT_OF_A_STUDY:
         content.pop(name, None)
     trainer, site = content["trainer"], dict[str, Any]()
-    own = {"site": site, "trainer": {name: trainer.pop(name) for name in OWN_OF_TRAINER if name in trainer}}
+    values = {"site": site, "trainer": {name: trainer.pop(name) for name in OWN_OF_TRAINER if name in trainer}}
     given = trainer["callbacks"] or []
     callbacks = given if isinstance(given, list) else [given]
     whole = [each for each in callbacks if issubclass(locate(each["class_path"]), ONLY_OF_WHOLE_RUNS)]  # type: ignore[arg-type]
     trainer["callbacks"] = [each for each in callbacks if each not in whole]
     content = left_to_sites(content, site)
-    content["trainer"] |= {name: {"site": name, "default": own["trainer"][name]} for name in _WITH_DEFAULT}
+    content["trainer"] |= {name: {"site": name, "default": values["trainer"][name]} for name in _WITH_DEFAULT}
     check_reads_nothing(content)
-    return yaml.safe_dump(content, sort_keys=False, allow_unicode=True), {**own, "callbacks": whole}
+    return yaml.safe_dump(content, sort_keys=False, allow_unicode=True), {**values, "callbacks": whole}
 
 
 def check_optimizers(trainer: pl.Trainer, module: pl.LightningModule) -> None:

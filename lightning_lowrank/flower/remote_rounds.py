@@ -206,9 +206,10 @@ class RemoteRounds(Callback):
         self._intake: Intake
         self._members: Members | None = None
         self._admission: Admission
-        # Clients whose sites have lost their state, before the method (_lost) and the site (_untold) are informed.
-        self._lost: set[int] = set()
-        self._untold: set[int] = set()
+        # Clients whose sites have lost their state: the method is to be informed (_new_resets), then the site itself
+        # (_unconfirmed_resets).
+        self._new_resets: set[int] = set()
+        self._unconfirmed_resets: set[int] = set()
         self._broadcasts = {} if broadcasts is None else broadcasts
         self._pruned = -1
         # Clients whose missing answers caused the last rounds to be passed over.
@@ -246,8 +247,8 @@ class RemoteRounds(Callback):
                 "study": self.study,
                 "signature": self._signature,
                 "members": self.members.state_dict(),
-                "there": sorted(self.members.connected.keys() - self.coordinator.answers.failed.keys()),
-                "lost": sorted(self._lost | self._untold),
+                "connected": sorted(self.members.connected.keys() - self.coordinator.answers.failed.keys()),
+                "lost": sorted(self._new_resets | self._unconfirmed_resets),
                 "intake": self._intake.state_dict(),
                 "pruned": self._pruned,
                 "secure_aggregation": self.secure_aggregation,
@@ -346,12 +347,12 @@ class RemoteRounds(Callback):
         self.study, self._signature = sites["study"], sites["signature"]
         self.members.load_state_dict(sites["members"])
         self._begin_admission()
-        self._lost, self._pruned = set(sites["lost"]), sites["pruned"]
+        self._new_resets, self._pruned = set(sites["lost"]), sites["pruned"]
         self._client_steps = sites["client_steps"]
         deadline = time.monotonic() + self.start_timeout
         while True:
-            self._lost |= self._admission.admit_all()
-            missing = sorted(set(sites["there"]) - self.members.connected.keys())
+            self._new_resets |= self._admission.admit_all()
+            missing = sorted(set(sites["connected"]) - self.members.connected.keys())
             if not missing:
                 return
             if time.monotonic() > deadline:
@@ -370,7 +371,7 @@ class RemoteRounds(Callback):
         self.coordinator.begin_round(plan, live, idle=0)
         self._intake.begin_round()
         self._prune()
-        outcome = self._hear(plan, options_of(trainer.optimizers), live)
+        outcome = self._collect_answers(plan, options_of(trainer.optimizers), live)
         # Old broadcasts are deleted in the next round, after a state with this number has been saved.
         self._pruned = max(
             [self._pruned, *(each for each in self._broadcasts if each <= plan.round - self.keep_broadcasts)]
@@ -416,7 +417,7 @@ class RemoteRounds(Callback):
         deadline = time.monotonic() + self.start_timeout
         members = self.members
         while not members.complete():
-            self._lost |= self._admission.admit_all()
+            self._new_resets |= self._admission.admit_all()
             if not members.complete() and time.monotonic() > deadline:
                 break
             time.sleep(self.poll)
@@ -437,7 +438,7 @@ class RemoteRounds(Callback):
                 f" {self.start_timeout:g} s, and take no part in it.{refused}"
             )
         members.begin(count, absent=missing)
-        for client in members.unbelieved:
+        for client in members.implausible:
             samples, batches = members.claimed(client)
             rank_zero_warn(
                 f"the site of client {client} claims {samples:,} samples and {batches:,} batches, more than"
@@ -446,7 +447,7 @@ class RemoteRounds(Callback):
             )
         rank_zero_info(f"{count - len(missing)} sites have joined")
 
-    def _hear(self, plan: RoundPlan, options: str, live: Mapping[str, Tensor]) -> _Outcome:
+    def _collect_answers(self, plan: RoundPlan, options: str, live: Mapping[str, Tensor]) -> _Outcome:
         """Send the round's broadcasts and receive the answers; ask again while there are too few answers."""
         deadline = time.monotonic() + self.start_timeout
         outcome, needed = _Outcome(), self.min_sites
@@ -455,7 +456,7 @@ class RemoteRounds(Callback):
                 f"round {plan.round} draws {len(plan.clients)} clients and needs {needed} (min-sites)."
             )
         while True:
-            self._lost |= self._admission.admit_all(wait=min(self.round_timeout, _WAIT_FOR_NEW))
+            self._new_resets |= self._admission.admit_all(wait=min(self.round_timeout, _WAIT_FOR_NEW))
             self._ask(plan, options, live, outcome)
             for client, reason in sorted(outcome.failures.items()):
                 rank_zero_warn(f"round {plan.round} goes on without the site of client {client}: {reason}")
@@ -472,12 +473,12 @@ class RemoteRounds(Callback):
                         f" {len(plan.clients)} sites, {len(outcome.arrivals)} sent what can be used."
                     )
                     return outcome
-                told = "; ".join(f"client {client}: {reason}" for client, reason in sorted(outcome.failures.items()))
+                reasons = "; ".join(f"client {client}: {reason}" for client, reason in sorted(outcome.failures.items()))
                 if not outcome.arrivals:
-                    raise MisconfigurationException(f"no site made round {plan.round}: {told}")
+                    raise MisconfigurationException(f"no site made round {plan.round}: {reasons}")
                 raise MisconfigurationException(
                     f"round {plan.round} has answers of {len(outcome.arrivals)} of {len(plan.clients)} sites and needs"
-                    f" {needed} (min-sites, or min_clients of the recipe): {told}"
+                    f" {needed} (min-sites, or min_clients of the recipe): {reasons}"
                 )
             time.sleep(self.poll)
 
@@ -485,9 +486,9 @@ class RemoteRounds(Callback):
         """Ask each client without an answer once, and send missed broadcasts to clients that sit the round out."""
         coordinator = self.coordinator
         outcome.failures, outcome.passing = {}, False
-        for client in sorted(self._lost):
+        for client in sorted(self._new_resets):
             Personal.of(self.algorithm).forget(coordinator.server, coordinator.info(client))
-        self._untold, self._lost = self._untold | self._lost, set()
+        self._unconfirmed_resets, self._new_resets = self._unconfirmed_resets | self._new_resets, set()
         requests: dict[int, tuple[str, RecordDict]] = {}
         secure: dict[int, SecureRequest] = {}
         packets: dict[int, Packet] = {}
@@ -501,19 +502,24 @@ class RemoteRounds(Callback):
                 outcome.failures[client] = "it is not connected"
                 outcome.passing = True
                 continue
-            if self.members.heard[client] < self._pruned:
+            if self.members.last_broadcast[client] < self._pruned:
                 outcome.failures[client] = self._too_late(client)
                 continue
             packets[client] = coordinator.broadcasts.packet(coordinator.info(client))
             data = packets[client].encode()
             missed = self._missed(client, before=plan.round)
             payloads = {**missed, plan.round: data} if data else missed
-            heard, acknowledged[client] = self.members.heard[client], plan.round
-            fields = {"round": plan.round, "options": options, "heard": heard, "lost": client in self._untold}
+            acknowledged[client] = plan.round
+            fields = {
+                "round": plan.round,
+                "options": options,
+                "last_broadcast": self.members.last_broadcast[client],
+                "lost": client in self._unconfirmed_resets,
+            }
             node = self.members.connected[client]
             if self.secure_aggregation:
                 weight = int(self.loop.weight_of(coordinator.info(client)))
-                secure[node] = SecureRequest(self._told(fields), payloads, weight)
+                secure[node] = SecureRequest(self._with_study(fields), payloads, weight)
             else:
                 requests[node] = TRAIN, self._pack(fields, payloads)
             coordinator.note_sent(coordinator.info(client), len(data))
@@ -521,8 +527,8 @@ class RemoteRounds(Callback):
         for client, node in self.members.connected.items():
             missed = self._missed(client, before=plan.round + 1)
             idle = client not in plan.clients and self.members.batches[client]
-            if missed and idle and self.members.heard[client] >= self._pruned:
-                requests[node] = LISTEN, self._pack({"heard": self.members.heard[client]}, missed)
+            if missed and idle and self.members.last_broadcast[client] >= self._pruned:
+                requests[node] = LISTEN, self._pack({"last_broadcast": self.members.last_broadcast[client]}, missed)
                 acknowledged[client] = max(missed)
                 self.ledger.add_idle(sum(map(len, missed.values())))
         expected = expect(coordinator, packets, live)
@@ -533,10 +539,10 @@ class RemoteRounds(Callback):
             reply = replies.get(node)
             if isinstance(reply, Silence) and client in expected:
                 self._note(client, reply, outcome)
-            elif isinstance(reply, Message) and not self._has_lost(client, reply, outcome):
-                self.members.heard[client] = acknowledged[client]
+            elif isinstance(reply, Message) and not self._reports_reset(client, reply, outcome):
+                self.members.last_broadcast[client] = acknowledged[client]
                 if client in expected:
-                    self._untold.discard(client)
+                    self._unconfirmed_resets.discard(client)
                     answers[client] = reply
         if self.secure_aggregation:
             self._sum(secure, expected, outcome)
@@ -555,33 +561,34 @@ class RemoteRounds(Callback):
                 f"round {self.server.round}: the site of client {client} failed: {silence.reason}"
             )
 
-    def _has_lost(self, client: int, reply: Message, outcome: _Outcome) -> bool:
+    def _reports_reset(self, client: int, reply: Message, outcome: _Outcome) -> bool:
         """Whether a site reports that it has lost its state; if so, record that."""
         try:
             fields, _ = unpack(reply)
             if fields.get("lost") is not True:
                 return False
-            heard = field_of(fields, "heard", int)
+            last_broadcast = field_of(fields, "last_broadcast", int)
         except DecodingError:
             # A malformed reply is refused later, as an answer.
             return False
         outcome.failures[client] = "it has lost what it kept of earlier rounds"
-        if -1 <= heard < self.members.heard[client] and client not in self._untold:
-            self.members.heard[client] = heard
-            self._lost.add(client)
+        if -1 <= last_broadcast < self.members.last_broadcast[client] and client not in self._unconfirmed_resets:
+            self.members.last_broadcast[client] = last_broadcast
+            self._new_resets.add(client)
             # The site can answer when it is asked again; it is asked again once.
             outcome.passing = True
         return True
 
-    def _have_lost(self, clients: Collection[int], outcome: _Outcome) -> set[int]:
+    def _query_resets(self, clients: Collection[int], outcome: _Outcome) -> set[int]:
         """Ask sites that failed in a secure sum, where they cannot report it, whether they have lost their state."""
         connected = {client: self.members.connected[client] for client in clients if client in self.members.connected}
-        question = {node: (LISTEN, self._pack({"heard": self.members.heard[each]})) for each, node in connected.items()}
+        known = self.members.last_broadcast
+        question = {node: (LISTEN, self._pack({"last_broadcast": known[each]})) for each, node in connected.items()}
         replies = self._transport.exchange(question, most=0)
         return {
             client
             for client, node in connected.items()
-            if isinstance(reply := replies.get(node), Message) and self._has_lost(client, reply, outcome)
+            if isinstance(reply := replies.get(node), Message) and self._reports_reset(client, reply, outcome)
         }
 
     def _sum(self, requests: Mapping[int, SecureRequest], expected: Mapping[int, Expected], outcome: _Outcome) -> None:
@@ -605,7 +612,7 @@ class RemoteRounds(Callback):
         exchange = functools.partial(self._transport.exchange, most=0)
         answer = secure_mean(requests, schema, self.min_sites, self.secure_range, coordinator.server.round, exchange)
         failed = {clients[node]: silence for node, silence in answer.failures.items()}
-        for client in failed.keys() - self._have_lost(failed.keys(), outcome):
+        for client in failed.keys() - self._query_resets(failed.keys(), outcome):
             self._note(client, failed[client], outcome)
         arrived = sorted(clients[node] for node in answer.nodes)
         for node, client in sorted(clients.items(), key=lambda each: each[1]):
@@ -620,8 +627,8 @@ class RemoteRounds(Callback):
                     " which secure-aggregation has the sum alone: leave it out."
                 )
         for client in arrived:
-            self.members.heard[client] = coordinator.server.round
-            self._untold.discard(client)
+            self.members.last_broadcast[client] = coordinator.server.round
+            self._unconfirmed_resets.discard(client)
         if arrived:
             self._intake.accept_mean(arrived, with_changes(answer.mean, known, schema))
         outcome.arrivals += arrived
@@ -638,13 +645,13 @@ class RemoteRounds(Callback):
         return {
             number: self._broadcasts[number]
             for number in sorted(self._broadcasts)
-            if self.members.heard[client] < number < before
+            if self.members.last_broadcast[client] < number < before
         }
 
     def _too_late(self, client: int) -> str:
-        heard = self.members.heard[client]
+        last_broadcast = self.members.last_broadcast[client]
         return (
-            f"it has heard the broadcasts up to round {heard}, and those up to round {self._pruned} are"
+            f"it has received the broadcasts up to round {last_broadcast}, and those up to round {self._pruned} are"
             f" kept no longer (keep-broadcasts={self.keep_broadcasts}): give it the state that it had, or leave it out"
         )
 
@@ -654,9 +661,9 @@ class RemoteRounds(Callback):
             del self._broadcasts[number]
 
     def _pack(self, fields: Mapping[str, Any], payloads: Mapping[int, bytes] | None = None) -> RecordDict:
-        return pack(self._told(fields), payloads)
+        return pack(self._with_study(fields), payloads)
 
-    def _told(self, fields: Mapping[str, Any]) -> dict[str, Any]:
+    def _with_study(self, fields: Mapping[str, Any]) -> dict[str, Any]:
         count = len(self.members.samples) or self.loop.clients
         # Until it is known how many clients there are, `min_sites` alone bounds a round.
         cohort = self.loop.cohort_size(count) if count else _NO_END

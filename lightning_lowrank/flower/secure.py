@@ -265,34 +265,34 @@ class _Stages:
         Raises:
             DecodingError: If the stage cannot use it.
         """
-        said = internals.configuration_of(reply.content)
+        fields = internals.configuration_of(reply.content)
         if stage == "setup":
-            keys = [said["pk1"], said["pk2"]]
+            keys = [fields["pk1"], fields["pk2"]]
             lengths = all(isinstance(key, bytes) and len(key) < _LONGEST_KEY for key in keys)
             _check(lengths and len(set(keys)) == 2 and all(map(internals.is_public_key, keys)), "its keys are none")
             return sum(map(len, keys))
         if stage == "share_keys":
-            nodes, texts = said["dsts"], said["ctxts"]
+            nodes, texts = fields["dsts"], fields["ctxts"]
             known = set(nodes) <= self._requests.keys() - {node} and len(set(nodes)) == len(nodes) == len(texts)
             _check(known and _are_short(texts), "its shares are not of the sites' keys")
             return sum(map(len, texts))
         if stage == "collect_masked_vectors":
-            vectors = said["masked_params"]
+            vectors = fields["masked_params"]
             _check(len(vectors) == len(self._shapes), "its numbers have other shapes")
             for data, shape in zip(vectors, self._shapes, strict=True):
                 _check(_is_array(data, shape), "its numbers have other shapes")
             weight = internals.weight_of(reply.content)
             _check(weight == self._requests[node].weight, f"it has the weight {weight}")
             return sum(map(len, vectors))
-        nodes, shares = said["nids"], said["shares"]
+        nodes, shares = fields["nids"], fields["shares"]
         known = set(nodes) <= self._requests.keys() and len(set(nodes)) == len(nodes) == len(shares)
         _check(known and _are_short(shares), "its shares are not of the sites' keys")
         return sum(map(len, shares))
 
 
-def _check(holds: bool, told: str) -> None:
+def _check(holds: bool, reason: str) -> None:
     if not holds:
-        raise DecodingError(f"{told}.")
+        raise DecodingError(f"{reason}.")
 
 
 def _are_short(texts: Sequence[Any]) -> bool:

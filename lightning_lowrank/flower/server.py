@@ -101,8 +101,8 @@ def serve(
     for name, count, least in (("rounds", rounds, 0), ("cohort", cohort, 0), ("seed", seed, -1)):
         if type(count) is not int or count < least:
             raise MisconfigurationException(f"{name} must be a whole number, {least} or more, got {count!r}")
-    own = {"rounds": rounds, "cohort": cohort, "seed": seed, "validate": validate}
-    run = functools.partial(_serve, Path(recipe), grid, state, own, settings)
+    overrides = {"rounds": rounds, "cohort": cohort, "seed": seed, "validate": validate}
+    run = functools.partial(_serve, Path(recipe), grid, state, overrides, settings)
     with private_files():
         if state is None:
             return run()
@@ -128,10 +128,10 @@ def serve(
 def _content(recipe: Path, rounds: int, cohort: int, seed: int, validate: bool) -> dict[str, Any]:
     """A recipe's content, with this machine's own values filled in and this run's settings in place of the recipe's."""
     file = recipe.with_name("server.yaml")
-    own = read_plain(file.read_bytes(), str(file)) if file.is_file() else {}
-    content: dict[str, Any] = filled(read_plain(recipe.read_bytes(), str(recipe)), own.get("site", {}))
-    trainer = {**(content.get("trainer") or {}), **own.get("trainer", {})}
-    trainer["callbacks"] = [*(trainer.get("callbacks") or []), *own.get("callbacks", [])]
+    values = read_plain(file.read_bytes(), str(file)) if file.is_file() else {}
+    content: dict[str, Any] = filled(read_plain(recipe.read_bytes(), str(recipe)), values.get("site", {}))
+    trainer = {**(content.get("trainer") or {}), **values.get("trainer", {})}
+    trainer["callbacks"] = [*(trainer.get("callbacks") or []), *values.get("callbacks", [])]
     for section, name, value, given in (
         (trainer, "max_epochs", rounds, rounds),
         (trainer, "limit_val_batches", 0, not validate),
@@ -143,11 +143,13 @@ def _content(recipe: Path, rounds: int, cohort: int, seed: int, validate: bool) 
     return {**content, "trainer": trainer}
 
 
-def _serve(recipe: Path, grid: Grid, state: Path | None, own: Mapping[str, Any], settings: Mapping[str, Any]) -> Any:
-    built, validate = build(_content(recipe, **own)), own["validate"]
-    said = built.content.get("seed_everything")
+def _serve(
+    recipe: Path, grid: Grid, state: Path | None, overrides: Mapping[str, Any], settings: Mapping[str, Any]
+) -> Any:
+    built, validate = build(_content(recipe, **overrides)), overrides["validate"]
+    recipe_seed = built.content.get("seed_everything")
     kept = None if state is None else _Kept(state.with_suffix(".broadcasts"), begin=not state.exists())
-    seed = said if type(said) is int else -1
+    seed = recipe_seed if type(recipe_seed) is int else -1
     rounds = RemoteRounds(built.loop, recipe.read_bytes(), grid, broadcasts=kept, seed=seed, **settings)
     callbacks = built.trainer.callbacks
     callbacks[callbacks.index(built.loop)] = rounds
@@ -158,8 +160,8 @@ def _serve(recipe: Path, grid: Grid, state: Path | None, own: Mapping[str, Any],
             rank_zero_info(f"the study goes on from {state}; to start again, delete that file")
             fit["ckpt_path"] = state
     with warnings.catch_warnings():
-        for told in ("train_dataloader yielded None", "Detected call of `lr_scheduler.step\\(\\)` before"):
-            warnings.filterwarnings("ignore", f".*{told}.*")
+        for warning in ("train_dataloader yielded None", "Detected call of `lr_scheduler.step\\(\\)` before"):
+            warnings.filterwarnings("ignore", f".*{warning}.*")
         built.trainer.fit(built.module, **fit)
     if state is not None and kept is not None and built.trainer.state.finished:
         state.unlink(missing_ok=True)

@@ -113,7 +113,7 @@ class Site:
             data set, and this one uses its client's part of the recipe's partition.
         data_root: Folder of the files that the recipe leaves to sites, such as the datamodule's ``root``.
         policy: What the site permits; by default everything.
-        own: This site's values: those of the names that the recipe leaves to sites, entries of `OWN_OF_TRAINER`
+        site_values: This site's values: those of the names that the recipe leaves to sites, entries of `OWN_OF_TRAINER`
             for the trainer, and ``rank``, the rank of this site's client, for methods of clients of different rank.
         seed: ``seed_everything`` of the study; ``None``: the recipe's.
         rounds: Number of the study's rounds.
@@ -131,7 +131,7 @@ class Site:
         own_data: bool = False,
         data_root: str | None = None,
         policy: Policy | None = None,
-        own: Mapping[str, Any] | None = None,
+        site_values: Mapping[str, Any] | None = None,
         seed: int | None = None,
         rounds: int = 2**31 - 1,
     ) -> None:
@@ -144,8 +144,8 @@ class Site:
         self._clients = clients
         self._own_data = own_data
         self._data_root = data_root
-        self._own = dict(own or {})
-        self._rank: int | None = self._own.get("rank")
+        self._site_values = dict(site_values or {})
+        self._rank: int | None = self._site_values.get("rank")
         self.seed, self.rounds = seed, rounds
         self._file = without_link(Path(state))
         if self._file.suffix != ".safetensors":
@@ -161,7 +161,7 @@ class Site:
         self._load()
 
     @property
-    def heard(self) -> int:
+    def last_broadcast(self) -> int:
         """The last round whose broadcast this site has; -1 before the first."""
         return max(self._kept.followed, *self._kept.pending, -1)
 
@@ -189,7 +189,7 @@ class Site:
             "clients": len(indices.sizes),
             "samples": int(indices.sizes[self.client]),
             "batches": dict(zip(plan.clients, plan.batches, strict=True)).get(self.client, 0),
-            "heard": self.heard,
+            "last_broadcast": self.last_broadcast,
             "rank": self._rank or 0,
             "secret": self._kept.secret,
             **self._signature,
@@ -243,8 +243,10 @@ class Site:
                     " with which it began the round."
                 )
             return _bytes(kept.upload)
-        heard = {number: b"", **{early: _bytes(data) for early, data in kept.pending.items()}, **broadcasts}
-        self.round = _Round([heard[each] for each in sorted(heard) if kept.followed < each <= number], options, secure)
+        packets = {number: b"", **{early: _bytes(data) for early, data in kept.pending.items()}, **broadcasts}
+        self.round = _Round(
+            [packets[each] for each in sorted(packets) if kept.followed < each <= number], options, secure
+        )
         try:
             loop = self._fit(number)
         except BaseException:
@@ -261,8 +263,10 @@ class Site:
         return self.round.upload
 
     def _build(self) -> Recipe:
-        content = filled(read_plain(self.policy.approved(self._recipe), "the recipe"), self._own, self._data_root)
-        given = {name: self._own[name] for name in OWN_OF_TRAINER if name in self._own}
+        content = filled(
+            read_plain(self.policy.approved(self._recipe), "the recipe"), self._site_values, self._data_root
+        )
+        given = {name: self._site_values[name] for name in OWN_OF_TRAINER if name in self._site_values}
         content["trainer"] = {**(content.get("trainer") or {}), **_QUIET, **given}
         content["seed_everything"] = content.get("seed_everything") if self.seed is None else self.seed
         recipe = build(content)

@@ -254,7 +254,7 @@ RECIPE = {"recipe": "r", "layout": "l", "frozen": [1.0, 2.0]}
 def join(**changes: Any) -> RecordDict:
     """Return what a site of three answers when it is asked to join."""
     secret = f"secret of {changes.get('client')}"
-    honest = {"client": 0, "clients": 3, "samples": 5, "batches": 1, "heard": -1, "rank": 0, "secret": secret}
+    honest = {"client": 0, "clients": 3, "samples": 5, "batches": 1, "last_broadcast": -1, "rank": 0, "secret": secret}
     return pack({**honest, **RECIPE, **changes})
 
 
@@ -304,7 +304,7 @@ def fuzz_joins(count: int, draws: random.Random, tally: Tally) -> None:
             "clients",
             "samples",
             "batches",
-            "heard",
+            "last_broadcast",
             "rank",
             "secret",
             "recipe",
@@ -327,7 +327,7 @@ def fuzz_joins(count: int, draws: random.Random, tally: Tally) -> None:
             tally.refused[" ".join(str(error).split()[:3])] += 1
         if stage:
             assert (members.connected[1], members.connected[2]) == (1, 2)
-        assert len(members.heard) <= 5
+        assert len(members.last_broadcast) <= 5
         assert len(members.state_dict()["owners"]) <= 5
 
 

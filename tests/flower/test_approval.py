@@ -353,11 +353,11 @@ def test_rounds_of_no_study_are_refused(tmp_path, kind):
     config = {"partition_id": 0, "state_dir": str(tmp_path / "state"), "policy": policy}
     app = client_app(recipe)
     for fields, payloads in (
-        ({"round": 2, "options": "[]", "heard": -1, "lost": False}, {2: b"x"}),
-        ({"round": -1, "options": "[]", "heard": -1, "lost": False}, None),
-        ({"round": 0, "options": "[" * 10**5, "heard": -1, "lost": False}, {0: b""}),
-        ({"round": 0, "options": "[[{}]]", "heard": -1, "lost": False}, {0: b"\x80\x04cos\nsystem\n"}),
-        ({"round": 0, "options": "[]", "heard": "x", "lost": False}, None),
+        ({"round": 2, "options": "[]", "last_broadcast": -1, "lost": False}, {2: b"x"}),
+        ({"round": -1, "options": "[]", "last_broadcast": -1, "lost": False}, None),
+        ({"round": 0, "options": "[" * 10**5, "last_broadcast": -1, "lost": False}, {0: b""}),
+        ({"round": 0, "options": "[[{}]]", "last_broadcast": -1, "lost": False}, {0: b"\x80\x04cos\nsystem\n"}),
+        ({"round": 0, "options": "[]", "last_broadcast": "x", "lost": False}, None),
     ):
         _, told = answer(app, *asked(fields, kind, payloads), config)
         assert told or kind == LISTEN
@@ -496,7 +496,7 @@ def test_a_study_file_that_was_exchanged_makes_a_new_client(tmp_path, name):
     file.write_bytes(data)
     with pytest.warns(UserWarning, match="goes on as a new client"):
         site = Site(write_recipe(tmp_path, SMALL), 0, file)
-    assert site.heard == -1
+    assert site.last_broadcast == -1
     assert not (tmp_path / "marker").exists()
 
 

@@ -223,7 +223,7 @@ def says(client, **more):
         "clients": 3,
         "samples": 5,
         "batches": 1,
-        "heard": -1,
+        "last_broadcast": -1,
         "rank": 0,
         "secret": f"secret {client}",
         **MINE,
@@ -297,8 +297,8 @@ def test_without_a_number_in_the_recipe_most_sites_say_it():
 def test_a_site_that_has_lost_its_file_is_not_a_fresh_one():
     members = begun()
     assert members.admit(101, says(1)) is None
-    members.heard[1] = 4
-    assert members.admit(101, says(1, heard=4)) is None
-    assert members.admit(101, says(1, heard=-1)) == 1
+    members.last_broadcast[1] = 4
+    assert members.admit(101, says(1, last_broadcast=4)) is None
+    assert members.admit(101, says(1, last_broadcast=-1)) == 1
     # It is told once.
-    assert members.admit(101, says(1, heard=-1)) is None
+    assert members.admit(101, says(1, last_broadcast=-1)) is None

@@ -275,7 +275,7 @@ def test_a_round_that_costs_too_much_privacy_is_refused(tmp_path, monkeypatch):
         file = approve(tmp_path / name / "site", recipe, policy)
         for client in range(3):
             Approvals(tmp_path / "none").begin_account(
-                tmp_path / name / "state" / f"privacy_client_{client}.json", anew=False
+                tmp_path / name / "state" / f"privacy_client_{client}.json", new_account=False
             )
         config = {"policy": file}
         return run_on_sites(recipe, tmp_path / name, node_config=lambda client: config if client == 0 else {})
@@ -298,7 +298,7 @@ def test_what_samples_have_cost_counts_over_studies_and_lost_files(tmp_path, mon
     changes = {"trainer": {"callbacks": [private], "max_epochs": 1}}
     recipe, state = write_recipe(tmp_path, merged(SMALL, changes)), tmp_path / "state"
     account, config = state / "privacy_client_0.json", {"policy": str(tmp_path / "site" / "policy.yaml")}
-    Approvals(tmp_path / "none").begin_account(account, anew=False)
+    Approvals(tmp_path / "none").begin_account(account, new_account=False)
 
     def run(policy, failed):
         approve(tmp_path / "site", recipe, policy)
@@ -347,8 +347,8 @@ def test_what_samples_have_cost_counts_over_studies_and_lost_files(tmp_path, mon
         assert str(account) in reasons(state)[-1]
     account.unlink()
     with pytest.raises(MisconfigurationException, match="--new-account"):
-        Approvals(tmp_path / "site" / "approved").begin_account(account, anew=False)
-    Approvals(tmp_path / "site" / "approved").begin_account(account, anew=True)
+        Approvals(tmp_path / "site" / "approved").begin_account(account, new_account=False)
+    Approvals(tmp_path / "site" / "approved").begin_account(account, new_account=True)
     assert 0 in joined_clients(run("max_epsilon: 1000.0", 0))
 
 
