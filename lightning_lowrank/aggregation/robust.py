@@ -159,8 +159,8 @@ class RobustRule(KeepsArrivals):
         places = [place for place, norm in enumerate(norms) if math.isfinite(norm)]
         if not places:
             raise ValueError(f"none of the {len(self.kept)} arrivals is finite.")
-        told_apart = len({*norms}) == len(norms)
-        ties = [b"" if told_apart else self._tie(tensors, names) for tensors, _ in self.kept]
+        distinct = len({*norms}) == len(norms)
+        ties = [b"" if distinct else self._tie(tensors, names) for tensors, _ in self.kept]
         return names, sorted(places, key=lambda place: (norms[place], ties[place]))
 
     def _norms(self, names: Sequence[str]) -> list[float]:

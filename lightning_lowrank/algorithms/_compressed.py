@@ -1,6 +1,6 @@
 """Shared parts of methods that send some of the coordinates, or changes instead of values.
 
-With error feedback from the server, server and clients have a common copy of the model in ``base.state["held"]``. The
+With error feedback from the server, server and clients have a common copy of the model in ``base.state["shared"]``. The
 server announces the compressed difference between its model and the copy, and all of them add it to the copy.
 """
 
@@ -25,13 +25,13 @@ def initial_parameters(base: Base) -> Tensors:
 @torch.no_grad()
 def missing(server: Server, compress: Callable[[Tensors], Tensors]) -> Tensors:
     """The compressed difference between the global model and the common copy."""
-    return compress({name: server.model[name] - held for name, held in server.base.state["held"].items()})
+    return compress({name: server.model[name] - value for name, value in server.base.state["shared"].items()})
 
 
 @torch.no_grad()
-def add_to_held(base: Base, difference: Mapping[str, Tensor]) -> None:
+def add_to_shared(base: Base, difference: Mapping[str, Tensor]) -> None:
     """Add the server's announced difference to the common copy; its tensors are replaced, not changed in place."""
-    base.state["held"] = {name: held + difference[name] for name, held in base.state["held"].items()}
+    base.state["shared"] = {name: value + difference[name] for name, value in base.state["shared"].items()}
 
 
 @torch.no_grad()

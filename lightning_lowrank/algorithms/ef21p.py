@@ -7,7 +7,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from lightning_lowrank.algorithms._compressed import add_changes, add_to_held, initial_parameters, missing
+from lightning_lowrank.algorithms._compressed import add_changes, add_to_shared, initial_parameters, missing
 from lightning_lowrank.compression import Codec, Dense, RandomK, Split, TopK
 from lightning_lowrank.configuration import check_number
 from lightning_lowrank.federated.messages import Message
@@ -59,11 +59,11 @@ class EF21P(ChangesBase, OwnCodec):
 
     def setup(self, base: Base) -> None:
         """Create the common copy, which starts as the initial model."""
-        if "held" not in base.state:
-            base.state["held"] = initial_parameters(base)
+        if "shared" not in base.state:
+            base.state["shared"] = initial_parameters(base)
 
     def update_base(self, base: Base, message: Mapping[str, Tensor]) -> None:
-        add_to_held(base, message)
+        add_to_shared(base, message)
 
     def downlink(self, base: Base) -> Codec:
         return Split(base.initial_buffers, Dense(), self._top_k)
@@ -81,17 +81,18 @@ class EF21P(ChangesBase, OwnCodec):
 
     def aggregate(self, server: Server) -> None:
         """Add the mean change to the model; average the buffers."""
-        add_changes(server, server.base.state["held"])
+        add_changes(server, server.base.state["shared"])
 
     def begin(self, client: ClientContext, message: Message) -> None:
         """Install the received buffers and the common copy, to which the broadcast difference has been added."""
-        copy_into(client.model, {**message.tensors, **client.base.state["held"]})
+        copy_into(client.model, {**message.tensors, **client.base.state["shared"]})
 
     @torch.no_grad()
     def end(self, client: ClientContext) -> Message:
-        base, held = client.base, client.base.state["held"]
+        base, shared = client.base, client.base.state["shared"]
         sent = {
-            name: value - held[name] if name in held else value for name, value in base.sent_up(client.model).items()
+            name: value - shared[name] if name in shared else value
+            for name, value in base.sent_up(client.model).items()
         }
         codec = RandomK(self.share_up, derive_seed(client.seed, "random-k", client.round, client.id), unbiased=True)
         return Message(sent, Split(base.initial_buffers, Dense(), codec))

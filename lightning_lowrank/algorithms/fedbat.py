@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from lightning_lowrank.algorithms._compressed import add_changes, add_to_held, initial_parameters, missing
+from lightning_lowrank.algorithms._compressed import add_changes, add_to_shared, initial_parameters, missing
 from lightning_lowrank.compression import Codec, Dense, Sign, Split
 from lightning_lowrank.configuration import check_number
 from lightning_lowrank.federated.algorithm import LocalStep
@@ -105,8 +105,8 @@ class FedBAT(ChangesBase, OwnCodec, OwnSteps):
             if isinstance(layer, _NORMS)
             for name, _ in layer.named_parameters()
         )
-        if self.compress_down and "held" not in base.state:
-            base.state["held"] = self._binarised(base, initial_parameters(base))
+        if self.compress_down and "shared" not in base.state:
+            base.state["shared"] = self._binarised(base, initial_parameters(base))
 
     @property
     def announces(self) -> bool:
@@ -114,7 +114,7 @@ class FedBAT(ChangesBase, OwnCodec, OwnSteps):
 
     def update_base(self, base: Base, message: Mapping[str, Tensor]) -> None:
         if self.compress_down:
-            add_to_held(base, message)
+            add_to_shared(base, message)
 
     def downlink(self, base: Base) -> Codec | None:
         return self._codec(base) if self.compress_down else None
@@ -146,7 +146,7 @@ class FedBAT(ChangesBase, OwnCodec, OwnSteps):
     def begin(self, client: ClientContext, message: Message) -> None:
         """Install the received model; a magnitude is unknown (-1) before binarisation begins."""
         base = client.base
-        start = base.state["held"] if self.compress_down else self._binarised(base, message.tensors)
+        start = base.state["shared"] if self.compress_down else self._binarised(base, message.tensors)
         copy_into(client.model, {**message.tensors, **start})
         zeros = {name: torch.zeros((), dtype=_precise(x), device=x.device) for name, x in start.items()}
         unknown = {name: zero - 1 for name, zero in zeros.items()}

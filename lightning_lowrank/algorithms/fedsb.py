@@ -93,10 +93,10 @@ class FedSB(CoreMethod):
             draws = torch.randn(
                 like.shape, generator=generator(base.seed, "subspace", name), dtype=torch.float64, device="cpu"
             )
-            values |= self._beside(name, "V", haar_basis(draws).to(like))
+            values |= self._with_basis(name, "V", haar_basis(draws).to(like))
         return values
 
-    def _beside(self, name: str, factor: str, basis: Tensor) -> dict[str, Tensor]:
+    def _with_basis(self, name: str, factor: str, basis: Tensor) -> dict[str, Tensor]:
         """A layer's factors with ``factor`` set to the basis and the opposite factor zero."""
         layer = self.layers[name]
         other = "U" if factor == "V" else "V"
@@ -114,7 +114,7 @@ class FedSB(CoreMethod):
             found = {key: message[self.name(name, key)] for key in "UV" if self.name(name, key) in message}
             if len(found) == 1:
                 ((factor, basis),) = found.items()
-                bases |= self._beside(name, factor, basis)
+                bases |= self._with_basis(name, factor, basis)
             else:
                 bases |= {self.name(name, key): value for key, value in found.items()}
         base.state["bases"] = bases

@@ -29,7 +29,7 @@ from lightning_lowrank.layers.factorization.base import ceil
 
 _CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
 _NORMS: tuple[type[nn.Module], ...] = (*BATCH_NORMS, *INSTANCE_NORMS)
-_HELD = "heterofl.held"
+_PRESENT = "heterofl.held"
 _Extent = tuple[int, int] | None
 """Number of channels of a sliced dimension, and of numbers for each channel; ``None`` for other dimensions."""
 
@@ -158,16 +158,16 @@ class HeteroFL(PartAveraging):
         labels = client.labels
         if labels is None:
             # The server calls this only to find the message's names and shapes, and has no labels.
-            held = torch.ones(rows, dtype=torch.bool)
+            present = torch.ones(rows, dtype=torch.bool)
         else:
             needed = f"last_layer='holders' needs labels from 0 to {rows - 1}, the last layer's rows, and client"
-            held = present_classes(labels, rows, f"{needed} {client.id} has others", "Use last_layer='mean'.")
-        return Message({**message.tensors, _HELD: held.to(client.base.device)})
+            present = present_classes(labels, rows, f"{needed} {client.id} has others", "Use last_layer='mean'.")
+        return Message({**message.tensors, _PRESENT: present.to(client.base.device)})
 
     def receive(self, server: Server, client: ClientInfo, message: Message, weight: float) -> None:
         tensors = dict(message.tensors)
-        held = tensors.pop(_HELD, None)
-        self._add(server, tensors, weight, None if held is None else dict.fromkeys(self._last, held))
+        present = tensors.pop(_PRESENT, None)
+        self._add(server, tensors, weight, None if present is None else dict.fromkeys(self._last, present))
 
     def variants(self, server: Server) -> dict[str, Mapping[str, Tensor]]:
         """For each rate below the largest, the network of this rate, cut from the global one.

@@ -87,7 +87,7 @@ class LowRank(Configured, Callback):
         >>> trainer = L.Trainer(callbacks=[LowRank(MatrixProduct(), ratio=0.25, role="weight")], logger=False)
     """
 
-    once_a_turn: ClassVar[bool] = True
+    once_per_turn: ClassVar[bool] = True
     """Its batch hooks are called between clients, where a turn of Lightning's loop is a client."""
 
     def __init__(

@@ -59,7 +59,7 @@ class RoundProgress(Callback):
         >>> callbacks = [FederatedLoop(FedAvg(), clients=10), RoundProgress(monitor="val_loss")]
     """
 
-    once_a_turn: ClassVar[bool] = True
+    once_per_turn: ClassVar[bool] = True
     """Its batch hooks are called between clients, where a turn of Lightning's loop is a client."""
 
     def __init__(self, steps: bool = False, monitor: str | None = None, form: _Form = "auto") -> None:

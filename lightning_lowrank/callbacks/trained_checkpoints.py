@@ -50,7 +50,7 @@ class TrainedCheckpoints(Configured, Callback):
         >>> trainer = L.Trainer(callbacks=[TrainedCheckpoints(), ModelCheckpoint()], logger=False, accelerator="cpu")
     """
 
-    once_a_turn: ClassVar[bool] = True
+    once_per_turn: ClassVar[bool] = True
     """Its batch hooks are called between clients, where a turn of Lightning's loop is a client."""
 
     def __init__(self) -> None:

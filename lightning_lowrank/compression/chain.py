@@ -84,19 +84,20 @@ class Chain(FloatingCodec[list[tuple[Layout, Any]]]):
 
     def kept(self, codes: list[tuple[Layout, Any]]) -> Memory:
         kept = {
-            str(place): codec.kept(own) for place, (codec, (_, own)) in enumerate(zip(self.codecs, codes, strict=True))
+            str(place): codec.kept(code)
+            for place, (codec, (_, code)) in enumerate(zip(self.codecs, codes, strict=True))
         }
         return {place: memory for place, memory in kept.items() if memory}
 
     def entries(self, layout: Layout, parts: Mapping[str, Tensor] | None = None) -> dict[str, Entry]:
-        *_, (codec, layout, own) = self._stages(layout, parts)
-        return codec.entries(layout, own)
+        *_, (codec, layout, codec_parts) = self._stages(layout, parts)
+        return codec.entries(layout, codec_parts)
 
     def lengths(self, layout: Layout, parts: Mapping[str, Tensor] | None = None) -> dict[str, int]:
         return {
             _part(place, name): length
-            for place, (codec, stage, own) in enumerate(self._stages(layout, parts))
-            for name, length in codec.lengths(stage, own).items()
+            for place, (codec, stage, codec_parts) in enumerate(self._stages(layout, parts))
+            for name, length in codec.lengths(stage, codec_parts).items()
         }
 
     def compress(
@@ -105,8 +106,8 @@ class Chain(FloatingCodec[list[tuple[Layout, Any]]]):
         """The last codec's values, and each codec's input layout and codes."""
         values, codes = dict(tensors), []
         for codec in self.codecs:
-            values, own = codec.compress({name: values[name] for name in layout.floating}, layout)
-            codes.append((layout, own))
+            values, code = codec.compress({name: values[name] for name in layout.floating}, layout)
+            codes.append((layout, code))
             layout = Layout.of(values)
         return values, codes
 
@@ -114,31 +115,33 @@ class Chain(FloatingCodec[list[tuple[Layout, Any]]]):
         self, values: Mapping[str, Tensor], codes: list[tuple[Layout, Any]], layout: Layout
     ) -> dict[str, Tensor]:
         restored = dict(values)
-        for codec, (stage, own) in zip(reversed(self.codecs), reversed(codes), strict=True):
-            restored = codec.restore(restored, own, stage)
+        for codec, (stage, code) in zip(reversed(self.codecs), reversed(codes), strict=True):
+            restored = codec.restore(restored, code, stage)
         return restored
 
     def pack(self, codes: list[tuple[Layout, Any]], layout: Layout) -> dict[str, Tensor]:
         return {
             _part(place, name): part
-            for place, (codec, (stage, own)) in enumerate(zip(self.codecs, codes, strict=True))
-            for name, part in codec.pack(own, stage).items()
+            for place, (codec, (stage, code)) in enumerate(zip(self.codecs, codes, strict=True))
+            for name, part in codec.pack(code, stage).items()
         }
 
     def unpack(self, parts: Mapping[str, Tensor], layout: Layout) -> list[tuple[Layout, Any]]:
-        return [(stage, codec.unpack(own or {}, stage)) for codec, stage, own in self._stages(layout, parts)]
+        return [
+            (stage, codec.unpack(codec_parts or {}, stage)) for codec, stage, codec_parts in self._stages(layout, parts)
+        ]
 
     def _stages(
         self, layout: Layout, parts: Mapping[str, Tensor] | None
     ) -> Iterator[tuple[FloatingCodec[Any], Layout, dict[str, Tensor] | None]]:
         """Yield each codec, its input layout and, in a decoder, its received parts, whose lengths are checked here."""
         for place, codec in enumerate(self.codecs):
-            own = None
+            codec_parts = None
             if parts is not None:
-                own = {name: parts[_part(place, name)] for name in codec.lengths(layout)}
-                codec.check_lengths(own, codec.lengths(layout, own))
-            yield codec, layout, own
-            layout = Layout.grouped(codec.entries(layout, own))
+                codec_parts = {name: parts[_part(place, name)] for name in codec.lengths(layout)}
+                codec.check_lengths(codec_parts, codec.lengths(layout, codec_parts))
+            yield codec, layout, codec_parts
+            layout = Layout.grouped(codec.entries(layout, codec_parts))
 
 
 def chained(codec: Codec, following: Sequence[FloatingCodec[Any]]) -> Codec:

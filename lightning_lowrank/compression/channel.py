@@ -115,7 +115,7 @@ class Channel:
         seed: int,
         residual: Mapping[str, Tensor] | None = None,
         memory: Memory | None = None,
-        own: Codec | None = None,
+        message_codec: Codec | None = None,
     ) -> Packet:
         """Compress a message; the packet has its encoding, the decoded tensors and the new residual.
 
@@ -129,20 +129,20 @@ class Channel:
             residual: The residual of the sender's last message; ``None`` before the first. A tensor whose shape has
                 changed since then starts at zero. Tensors that this message does not have stay in the residual.
             memory: The memory of the sender's last packet; ``None`` before the first.
-            own: The message's own codec. It is applied first, unchanged, then the channel's codecs to the values that
-                it leaves; no differences are taken. Default: none.
+            message_codec: The message's own codec. It is applied first, unchanged, then the channel's codecs to the
+                values that it leaves; no differences are taken. Default: none.
 
         Raises:
-            TypeError: If the channel's codecs cannot follow ``own``.
-            ValueError: If the channel has error feedback and ``own`` is given.
+            TypeError: If the channel's codecs cannot follow ``message_codec``.
+            ValueError: If the channel has error feedback and ``message_codec`` is given.
         """
-        if own is not None and self.error_feedback:
+        if message_codec is not None and self.error_feedback:
             raise ValueError(
-                f"the message has its own codec, {type(own).__name__}, which error feedback cannot be combined with; "
-                f"construct the channel's {type(self.codecs[0]).__name__} without error_feedback=True."
+                f"the message has its own codec, {type(message_codec).__name__}, which error feedback cannot be combined"
+                f" with; construct the channel's {type(self.codecs[0]).__name__} without error_feedback=True."
             )
-        codec = self._message_codec(exact, own, seed)
-        if self._codec is None or own is not None:
+        codec = self._codec_for(exact, message_codec, seed)
+        if self._codec is None or message_codec is not None:
             return Packet(tensors, codec, codec.transmit(tensors) if tensors else {}, {})
         if memory:
             codec = codec.started(memory)
@@ -150,13 +150,13 @@ class Channel:
         references = {name: reference[name] for name in _differing(sent, reference or {}, exact)} if reference else {}
         wanted: dict[str, Tensor] = {}
         for name, tensor in sent.items():
-            held, lost = references.get(name), (residual or {}).get(name)
+            known, lost = references.get(name), (residual or {}).get(name)
             feedback = self.error_feedback and tensor.dtype in FLOATING and name not in exact
-            if held is None and not feedback:
+            if known is None and not feedback:
                 continue
             wide = _wide(tensor)
-            if held is not None:
-                wide = wide - held.detach().to(wide)
+            if known is not None:
+                wide = wide - known.detach().to(wide)
             if feedback:
                 wanted[name] = wide + lost.to(wide) if lost is not None and lost.shape == wide.shape else wide
                 wide = wanted[name]
@@ -178,7 +178,7 @@ class Channel:
         *,
         reference: Mapping[str, Tensor] | None = None,
         exact: Collection[str] = (),
-        own: Codec | None = None,
+        message_codec: Codec | None = None,
         schema: Schema | None = None,
     ) -> dict[str, Tensor]:
         """Decode a message on the CPU; the result equals the sender's `Packet.received` bit for bit.
@@ -187,7 +187,7 @@ class Channel:
             data: The bytes of `Packet.encode`.
             reference: As it was given to `send`.
             exact: As it was given to `send`.
-            own: As it was given to `send`, or a codec of the same arguments.
+            message_codec: As it was given to `send`, or a codec of the same arguments.
             schema: The message's names, types and shapes. Bytes of more than twice its encoding's length are refused
                 unread, and no memory is allocated before the names, types and shapes in the bytes are found equal.
 
@@ -195,28 +195,30 @@ class Channel:
             DecodingError: If no sender with these arguments writes such bytes, or the message does not fit ``schema``.
         """
         if schema is not None:
-            _check_length(len(data), self.nbytes(schema.largest, exact=exact, own=own))
+            _check_length(len(data), self.nbytes(schema.largest, exact=exact, message_codec=message_codec))
         if not data:
             return {}
-        tensors = self._message_codec(exact, own).decode(data, schema)
-        if self._codec is None or own is not None or not reference:
+        tensors = self._codec_for(exact, message_codec).decode(data, schema)
+        if self._codec is None or message_codec is not None or not reference:
             return tensors
         references = {name: reference[name] for name in _differing(tensors, reference, exact)}
         return {name: _added(tensor, references.get(name)) for name, tensor in tensors.items()}
 
-    def nbytes(self, tensors: Mapping[str, Tensor], *, exact: Collection[str] = (), own: Codec | None = None) -> int:
+    def nbytes(
+        self, tensors: Mapping[str, Tensor], *, exact: Collection[str] = (), message_codec: Codec | None = None
+    ) -> int:
         """Length in bytes of a message with these names, types and shapes; meta tensors are enough.
 
         The arguments are those of `send`.
         """
-        return self._message_codec(exact, own).nbytes(tensors) if tensors else 0
+        return self._codec_for(exact, message_codec).nbytes(tensors) if tensors else 0
 
-    def _message_codec(self, exact: Collection[str], own: Codec | None, seed: int | None = None) -> Codec:
+    def _codec_for(self, exact: Collection[str], message_codec: Codec | None, seed: int | None = None) -> Codec:
         if self._codec is None:
-            return own or Dense()
+            return message_codec or Dense()
         codec = self._codec if seed is None else self._codec.seeded(seed)
-        if own is not None:
-            codec = chained(own, [codec])  # type: ignore[list-item]  # refused there if it cannot follow
+        if message_codec is not None:
+            codec = chained(message_codec, [codec])  # type: ignore[list-item]  # refused there if it cannot follow
         return Split(exact, Dense(), codec) if exact else codec
 
 

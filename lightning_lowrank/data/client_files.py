@@ -407,7 +407,7 @@ class ClientTable(ClientArrays):
         if path is None:
             return None
         table = load_table(Path(path))
-        for argument, name in zip(("client", "split"), self._table.beside, strict=False):
+        for argument, name in zip(("client", "split"), self._table.no_inputs, strict=False):
             table.find([name], f"{argument}={name!r}")
         chosen = np.arange(len(table))
         if self.split is not None:
@@ -446,11 +446,11 @@ class _Columns:
     Args:
         target: The column of targets.
         features: The columns of inputs; ``None``: all others of the first table, which the others must have too.
-        beside: Columns that are no inputs, such as the client.
+        no_inputs: Columns that are no inputs, such as the client.
     """
 
-    def __init__(self, target: str, features: Sequence[str] | None, beside: Sequence[str] = ()) -> None:
-        self._target, self._features, self.beside = target, features, beside
+    def __init__(self, target: str, features: Sequence[str] | None, no_inputs: Sequence[str] = ()) -> None:
+        self._target, self._features, self.no_inputs = target, features, no_inputs
         self._all_others = features is None
 
     def arrays(self, table: Table) -> tuple[np.ndarray, np.ndarray]:
@@ -465,7 +465,7 @@ class _Columns:
         missing = next((row for row, cell in enumerate(targets) if cell is None or cell == "" or cell != cell), None)
         if missing is not None:
             raise MisconfigurationException(f"{table.place(missing)}: {self._target!r} has no value: leave the row out")
-        others = [name for name in table.column_names if name not in (self._target, *self.beside)]
+        others = [name for name in table.column_names if name not in (self._target, *self.no_inputs)]
         features = self._features = others if self._features is None else self._features
         unknown = sorted(set(others) - set(features)) if self._all_others else []
         if unknown:

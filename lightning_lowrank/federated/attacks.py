@@ -47,7 +47,7 @@ class Attempt:
     """The information from which an attacker forges one tensor of its message.
 
     Args:
-        own: The change that it would have sent, had it been honest; float64.
+        original: The change that it would have sent, had it been honest; float64.
         honest: The changes of the cohort's honest clients, ``[clients, …]``, float64. Where there are none, the
             attackers' own.
         attackers: Number of attackers in the cohort.
@@ -56,7 +56,7 @@ class Attempt:
         draws: Generator of what the attacker draws, its own for each round, client and tensor.
     """
 
-    own: Tensor
+    original: Tensor
     honest: Tensor
     attackers: int
     arrivals: int
@@ -124,7 +124,7 @@ class Attack(Configured, ABC):
 
     @abstractmethod
     def forge(self, attempt: Attempt) -> Tensor:
-        """The forged change that an attacker sends in place of ``attempt.own``, of the same shape."""
+        """The forged change that an attacker sends in place of ``attempt.original``, of the same shape."""
 
     def poisoned(self, labels: Tensor, classes: int) -> Tensor:
         """The labels on which attackers train in place of the true ``labels``; integers from 0 to ``classes - 1``."""
@@ -220,7 +220,7 @@ class SignFlip(Attack):
 
     @override
     def forge(self, attempt: Attempt) -> Tensor:
-        return -self.scale * attempt.own
+        return -self.scale * attempt.original
 
 
 class GaussianNoise(Attack):
@@ -241,8 +241,8 @@ class GaussianNoise(Attack):
 
     @override
     def forge(self, attempt: Attempt) -> Tensor:
-        noise = torch.randn(attempt.own.shape, generator=attempt.draws, dtype=torch.float64)
-        return self.std * noise.to(attempt.own.device)
+        noise = torch.randn(attempt.original.shape, generator=attempt.draws, dtype=torch.float64)
+        return self.std * noise.to(attempt.original.device)
 
 
 class InnerProduct(Attack):
@@ -340,7 +340,7 @@ class LabelFlip(Attack):
 
     @override
     def forge(self, attempt: Attempt) -> Tensor:
-        return attempt.own
+        return attempt.original
 
     @override
     def poisoned(self, labels: Tensor, classes: int) -> Tensor:
@@ -381,7 +381,7 @@ class Scaled(LabelFlip):
 
     @override
     def forge(self, attempt: Attempt) -> Tensor:
-        return (self.scale or 1 / attempt.share) * attempt.own
+        return (self.scale or 1 / attempt.share) * attempt.original
 
 
 class LabelPoison:

@@ -583,7 +583,7 @@ def local_part_advice(algorithm: Algorithm, remedy: str = _BY_PERSONAL_TEST) -> 
 def warn_of_changed_base(algorithm: Algorithm, base: Base) -> None:
     """Warn that PEFT's ``save_pretrained()`` omits the method's changes of frozen weights."""
     wrapped = any(peft_layers(base.module))
-    if wrapped and (base.state.get("folded") or base.state.get("beside")):
+    if wrapped and (base.state.get("folded") or base.state.get("separate_changes")):
         rank_zero_warn(
             f"{type(algorithm).__name__} changed base weights of the model that PEFT wrapped, and its"
             " save_pretrained() writes the adapter without them: lightning_lowrank.export_adapter(module, folder,"

@@ -214,10 +214,10 @@ class ClientEvaluation:
         randomness.open()
         unmerge(module)
         try:
-            with _worked_on_copies(module) as metrics, ExitStack() as entered:
+            with _worked_on_copies(module) as metrics, ExitStack() as contexts:
                 step.hook("model_eval")
                 log = Logbook(trainer)
-                entered.enter_context(log.installed())
+                contexts.enter_context(log.installed())
                 batches = self._read(counts)
                 for client, count in counts.items():
                     state = states(client)

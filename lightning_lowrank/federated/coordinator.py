@@ -249,7 +249,7 @@ class Coordinator(Exchange):
             place: NotFiniteError(f"its {name} holds numbers that are not finite")
             for place, name in rows_not_finite(stacks, self.infinite).items()
         }
-        nbytes = self.wire.uplink.nbytes(message.tensors, own=message.codec)
+        nbytes = self.wire.uplink.nbytes(message.tensors, message_codec=message.codec)
         infos = [self.info(client.id) for client in clients]
         for place, client in enumerate(clients):
             if place not in found and (reason := self.refused(infos[place], client.steps, nbytes)) is not None:

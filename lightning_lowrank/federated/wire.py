@@ -190,7 +190,7 @@ class Wire:
 
     def _send(self, channel: Channel, message: Message, **arguments: Any) -> Packet:
         try:
-            return channel.send(message.tensors, own=message.codec, **arguments)
+            return channel.send(message.tensors, message_codec=message.codec, **arguments)
         except (TypeError, ValueError) as error:
             way = "uplink" if channel is self.uplink else "downlink"
             raise MisconfigurationException(
@@ -287,7 +287,7 @@ class Wire:
 
     def up_bytes(self, base: Base, schema: Schema, codec: Codec | None) -> int:
         """The number of bytes of `up`'s encoding for such a message; the arguments are those of `decode_up`."""
-        return self.uplink.nbytes(schema.largest, exact=self._exact(base), own=codec)
+        return self.uplink.nbytes(schema.largest, exact=self._exact(base), message_codec=codec)
 
     def decode_up(
         self,
@@ -307,6 +307,6 @@ class Wire:
             schema: What the message must be; see `Channel.receive`.
         """
         if not self.uplink.codecs:
-            return self.uplink.receive(data, own=codec, schema=schema)
+            return self.uplink.receive(data, message_codec=codec, schema=schema)
         known = {name: value.cpu() for name, value in reference(self._algorithm, base, received).items()}
-        return self.uplink.receive(data, reference=known, exact=self._exact(base), own=codec, schema=schema)
+        return self.uplink.receive(data, reference=known, exact=self._exact(base), message_codec=codec, schema=schema)

@@ -24,7 +24,7 @@ from lightning_lowrank.internals.lightning import TrainLoaderSource, accumulates
 from lightning_lowrank.internals.replaced import replaced
 
 _BATCH_HOOKS = ("on_train_batch_start", "on_train_batch_end")
-_ONCE_A_TURN = (Checkpoint, ProgressBar, WeightAveraging)
+_ONCE_PER_TURN = (Checkpoint, ProgressBar, WeightAveraging)
 _COUNTERS = (
     ("automatic_optimization.optim_progress", "optimizer", "step"),
     ("automatic_optimization.optim_progress", "optimizer", "zero_grad"),
@@ -94,7 +94,7 @@ class ClientTurns:
     The hooks ``on_train_batch_start`` and ``on_train_batch_end`` of the module and of callbacks are called on each
     local batch, with its number among the client's. Those of Lightning's checkpoints, progress bars and averages are
     called once a turn, between clients, where the module is the global model; so are those of this package's callbacks
-    with an attribute ``once_a_turn``. ``ModelCheckpoint(every_n_train_steps=n)`` saves at the first turn past a
+    with an attribute ``once_per_turn``. ``ModelCheckpoint(every_n_train_steps=n)`` saves at the first turn past a
     multiple of n.
 
     Args:
@@ -160,7 +160,7 @@ class ClientTurns:
             others = [each for each in trainer.callbacks if each is not self._own]
             heard = [each for each in others if self._profiles or overrides(each, hook)]
             shares = trainer.world_size > 1
-            self._once[hook] = [each for each in heard if _is_once_a_turn(each, hook, shares)]
+            self._once[hook] = [each for each in heard if _is_once_per_turn(each, hook, shares)]
             self._each[hook] = [each for each in heard if each not in self._once[hook]]
         module = trainer.lightning_module
         self.module_hears = {hook for hook in _BATCH_HOOKS if self._profiles or overrides(module, hook)}
@@ -428,12 +428,12 @@ def loss_of(output: Any) -> Tensor | None:
     return loss
 
 
-def _is_once_a_turn(callback: pl.Callback, hook: str, shares: bool) -> bool:
+def _is_once_per_turn(callback: pl.Callback, hook: str, shares: bool) -> bool:
     """Whether a hook runs once per turn: it reads the global model and no batch, or synchronises processes."""
     # A LambdaCallback has hooks as instance attributes; a mock has no real ones.
     defined = None if hook in vars(callback) else getattr(type(callback), hook, None)
     if defined is None:
         return False
-    ours = getattr(callback, "once_a_turn", False) and defined.__module__.startswith("lightning_lowrank.")
-    kinds = (*_ONCE_A_TURN, Timer) if shares else _ONCE_A_TURN
+    ours = getattr(callback, "once_per_turn", False) and defined.__module__.startswith("lightning_lowrank.")
+    kinds = (*_ONCE_PER_TURN, Timer) if shares else _ONCE_PER_TURN
     return ours or (isinstance(callback, kinds) and defined.__module__.startswith("lightning."))

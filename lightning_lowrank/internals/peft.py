@@ -43,7 +43,7 @@ def keep_base_changes(module: nn.Module) -> None:
         # A forward hook would disable torch's fast path of attention; MultiheadAttention has no weight of its own
         # anyway.
         attends = isinstance(base, nn.MultiheadAttention)
-        if not attends and not holds_numbers(base) and not why_nothing_beside(base):
+        if not attends and not holds_numbers(base) and not why_no_separate_change(base):
             _prepare_for_change(base)
 
 
@@ -99,7 +99,7 @@ def holds_numbers(layer: nn.Module) -> bool:
     return isinstance(weight, Tensor) and weight.is_floating_point() and type(weight.data) is Tensor
 
 
-def why_nothing_beside(base: nn.Module) -> str:
+def why_no_separate_change(base: nn.Module) -> str:
     """Why a quantised layer cannot add a change to its outputs; empty if it can."""
     if isinstance(base, (nn.Embedding, nn.Conv1d, nn.Conv2d, nn.Conv3d)):
         return (

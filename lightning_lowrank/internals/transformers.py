@@ -17,17 +17,17 @@ from lightning_lowrank.internals.replaced import replaced
 from lightning_lowrank.internals.torch import is_transformed
 
 # Modules that call is_tracing() before they read values.
-_ASKING = ("transformers.masking_utils", "transformers.modeling_utils")
+_MODULES = ("transformers.masking_utils", "transformers.modeling_utils")
 
 
 @contextmanager
-def values_unseen() -> Iterator[None]:
+def without_value_checks() -> Iterator[None]:
     """A context in which transformers does not read values of mapped tensors, as if it were traced.
 
     Where a mask hides nothing, results are the same up to rounding.
     """
     with ExitStack() as ends:
-        for module in map(sys.modules.get, _ASKING):
+        for module in map(sys.modules.get, _MODULES):
             if module is not None and hasattr(module, "is_tracing"):
                 ends.enter_context(replaced(module, is_tracing=_or_mapped(module.is_tracing)))
         yield

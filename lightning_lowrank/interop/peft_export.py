@@ -474,7 +474,7 @@ def _change_of(
     network: Any, found: Adapter, base: Mapping[str, Tensor] | None, summed: Tensor | None
 ) -> tuple[Tensor | None, Tensor]:
     """The change of a base weight as a float64 matrix, ``None`` without one; and the weight before."""
-    beside = {name: value.double().cpu() for name, value in found.beside.items()}
+    beside = {name: value.double().cpu() for name, value in found.separate_change.items()}
     if beside:
         change = beside["product"] if "product" in beside else beside["B"] @ beside["A"]
         return change, change

@@ -251,8 +251,8 @@ class LowRankLayer(nn.Module):
         if "bias" in own_parameters(module):
             layer.register_parameter("bias", own_parameters(module)["bias"])
         layer.register_buffer("merged_weight", None, persistent=False)
-        beside = layer.role == "update" and not settings.train_base
-        dtype = torch.promote_types(weight.dtype, torch.float32) if beside else weight.dtype
+        separate = layer.role == "update" and not settings.train_base
+        dtype = torch.promote_types(weight.dtype, torch.float32) if separate else weight.dtype
 
         def zeros(name: str, trained: bool) -> nn.Parameter:
             return nn.Parameter(weight.new_zeros(shapes[name], dtype=dtype), requires_grad=trained)

@@ -230,7 +230,7 @@ def select(layers: Sequence[Candidate], settings: LowRankSettings) -> None:
             check_patterns(argument, patterns, names, "layer that can be converted")
     if not settings.convert_frozen:
         for layer in convertible:
-            layer.reason = _why_not_beside_frozen(layer, layers, settings)
+            layer.reason = _why_dense_if_frozen(layer, layers, settings)
     convertible = [layer for layer in convertible if not layer.reason]
     for position, index in (("first", 0), ("last", -1)):
         if position in (settings.skip or ()) and convertible:
@@ -261,7 +261,7 @@ def _refuse_left_alone(argument: str, patterns: Iterable[str], layers: Sequence[
             )
 
 
-def _why_not_beside_frozen(layer: Candidate, layers: Sequence[Candidate], settings: LowRankSettings) -> str:
+def _why_dense_if_frozen(layer: Candidate, layers: Sequence[Candidate], settings: LowRankSettings) -> str:
     """The reason why a layer that is frozen, or has a frozen copy, stays dense."""
     if not layer.trainable:
         return "its weight is frozen (set convert_frozen=True to convert it)"

@@ -22,7 +22,7 @@ from lightning_lowrank.internals.peft import (
     peft_layers,
     set_change,
     unlike_convolution,
-    why_nothing_beside,
+    why_no_separate_change,
 )
 from lightning_lowrank.layers import LowRankLayer, MatrixProduct, low_rank_layers
 from lightning_lowrank.layers.settings import update_scale
@@ -101,19 +101,19 @@ class Adapter(ABC):
     def _fold(self, matrix: Tensor, add: Add) -> None: ...
 
     @property
-    def beside(self) -> Parts:
+    def separate_change(self) -> Parts:
         """The change of a quantised base weight, in buffers; the layer adds its product to the outputs; may be set.
 
         Either ``B`` and ``A``, whose product it is, or the ``product`` itself, in single precision. Empty: none.
         """
         return {}
 
-    @beside.setter
-    def beside(self, parts: Parts) -> None:
+    @separate_change.setter
+    def separate_change(self, parts: Parts) -> None:
         raise ValueError(f"layer {self.name!r} is not quantised: its base weight itself takes changes.")
 
     @torch.no_grad()
-    def added_beside(self, parts: Parts, change: LowRankPair | Tensor) -> Parts:
+    def summed_change(self, parts: Parts, change: LowRankPair | Tensor) -> Parts:
         """The sum of two changes of a quantised base weight, kept as factors or as a matrix.
 
         The factors are put side by side, until the matrix has fewer numbers.
@@ -272,11 +272,11 @@ class _PeftAdapter(Adapter):
         return matrix.reshape(len(matrix), matrix.shape[1] // math.prod(kernel), *kernel)
 
     @property
-    def beside(self) -> Parts:
+    def separate_change(self) -> Parts:
         return change_in(self._layer.get_base_layer())
 
-    @beside.setter
-    def beside(self, parts: Parts) -> None:
+    @separate_change.setter
+    def separate_change(self, parts: Parts) -> None:
         if not self.quantised:
             raise ValueError(f"layer {self.name!r} is not quantised: its base weight itself takes changes.")
         base = self._layer.get_base_layer()
@@ -293,7 +293,8 @@ class _PeftAdapter(Adapter):
     def _fold(self, matrix: Tensor, add: Add) -> None:
         if self.quantised:
             raise ValueError(
-                f"layer {self.name!r} is quantised: changes of its base weight are stored separately, see `beside`."
+                f"layer {self.name!r} is quantised: changes of its base weight are stored separately, in"
+                " `separate_change`."
             )
         weight = self._layer.get_base_layer().weight
         matrix = matrix.to(working_dtype(weight.dtype))
@@ -364,7 +365,7 @@ def _why_unfoldable(
         return _shared_with(module, holders.get(base.weight, []), [base])
     if getattr(layer, "use_dora", {}).get(adapter):
         return "it is quantised, and DoRA's norms would not have what is kept beside it"
-    return why_nothing_beside(base)
+    return why_no_separate_change(base)
 
 
 def _refuse_other_methods(module: nn.Module, adapter: str | None) -> None:

@@ -25,7 +25,7 @@ class BaseChanges:
     """An operator's changes of frozen weights, and its redrawn factors.
 
     ``base.state`` keeps the drawn factors as ``"factors"``, the number of the draw as ``"draw"``, and the changes of
-    quantised weights as ``"beside"``.
+    quantised weights as ``"separate_changes"``.
 
     Args:
         operator: The operator.
@@ -38,9 +38,9 @@ class BaseChanges:
     def begin(self, base: Base, trained: Mapping[str, Tensor]) -> None:
         """Adopt earlier changes of quantised weights; if factors are drawn, fold the trained ones and draw others."""
         layers = self.adapters.layers
-        earlier = {layer: adapter.beside for layer, adapter in layers.items() if adapter.beside}
+        earlier = {layer: adapter.separate_change for layer, adapter in layers.items() if adapter.separate_change}
         if earlier:
-            base.state["beside"] = earlier
+            base.state["separate_changes"] = earlier
         if self._operator.redraws:
             for layer, adapter in layers.items():
                 own = adapter.pair(detached(trained), adapter.rank, self.adapters.scalings[layer])
@@ -51,10 +51,10 @@ class BaseChanges:
 
     def configure(self, base: Base) -> None:
         """Set the change of each quantised layer."""
-        beside = base.state.get("beside", {})
+        changes = base.state.get("separate_changes", {})
         for layer, adapter in self.adapters.layers.items():
             if adapter.quantised:
-                adapter.beside = beside.get(layer, {})
+                adapter.separate_change = changes.get(layer, {})
 
     def announcement(self, found: Mapping[str, Broadcast], round_number: int) -> dict[str, Tensor]:
         """The tensors that announce a round's changes to all clients."""
@@ -105,8 +105,8 @@ class BaseChanges:
         if not adapter.quantised:
             adapter.fold(change, partial(base.fold, layer))
             return
-        beside = base.state.setdefault("beside", {})
-        beside[layer] = adapter.beside = adapter.added_beside(beside.get(layer, {}), change)
+        changes = base.state.setdefault("separate_changes", {})
+        changes[layer] = adapter.separate_change = adapter.summed_change(changes.get(layer, {}), change)
 
     def _draw(self, base: Base, number: int) -> None:
         """Draw the initial factors of round ``number``, the same on the server and all clients."""

@@ -1,7 +1,7 @@
 """The factors that `FedLoRA` exchanges in each round, and the stored values of factors that it does not send.
 
 An operator may send other factors in one round than in the next. Then a client that sat rounds out lacks the changes of
-several, and the server counts the versions of each factor and those that each client has heard.
+several, and the server counts the versions of each factor and those that each client was sent.
 """
 
 from __future__ import annotations
@@ -48,11 +48,11 @@ class FactorExchange:
         """The factors that a client must be sent in this round."""
         if not self.alternates:
             return set(self._operator.sent_down(server.round))
-        heard = server.state.get("heard", {}).get(client, {})
+        sent = server.state.get("sent_versions", {}).get(client, {})
         due = set()
         for name, version in self._versions(server).items():
             # A client whose level has risen needs more slots than it was sent before.
-            last, slots = heard.get(name, (-1, 1.0))
+            last, slots = sent.get(name, (-1, 1.0))
             if version > last or level > slots:
                 due.add(name)
         return due
@@ -80,12 +80,12 @@ class FactorExchange:
         """Record the versions of the factors that a client was sent."""
         if self.alternates:
             versions = self._versions(server)
-            heard = server.state.setdefault("heard", {}).setdefault(client, {})
-            heard.update({name: (versions[name], level) for name in self.due(server, client, level)})
+            sent = server.state.setdefault("sent_versions", {}).setdefault(client, {})
+            sent.update({name: (versions[name], level) for name in self.due(server, client, level)})
 
     def forget(self, server: Server, client: int) -> None:
         """Forget the versions that a client has, so that it is sent all factors again."""
-        server.state.get("heard", {}).pop(client, None)
+        server.state.get("sent_versions", {}).pop(client, None)
 
     def changed(self, server: Server) -> None:
         """Update the versions of the factors that a round changed.

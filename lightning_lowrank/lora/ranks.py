@@ -155,7 +155,7 @@ class LayerRanks:
                 f"rank={rank} was stated for client {client}, and with {reason} it cannot have a rank of its own: an"
                 " operator for clients of different rank is needed, such as SumProduct(), and no levels."
             )
-        self._given.own[client] = rank
+        self._given.stated[client] = rank
 
 
 def padded_factor(adapter: Adapter, name: Name, value: Tensor, ratio: float = 1.0) -> Tensor:
@@ -176,26 +176,26 @@ class ClientRanks:
         >>> ranks = ClientRanks([8, 4, 4])
         >>> [ranks.rank(client, largest=8) for client in range(4)]
         [8, 4, 4, 8]
-        >>> ranks.own[3] = 2
+        >>> ranks.stated[3] = 2
         >>> ranks.rank(3, largest=8), ClientRanks({5: 2}).rank(0, largest=8)
         (2, 8)
     """
 
     def __init__(self, ranks: Ranks | None) -> None:
-        listed = isinstance(ranks, Sequence) and not isinstance(ranks, str)
-        given = list(ranks.values()) if isinstance(ranks, Mapping) else list(ranks) if listed else [1]  # type: ignore[arg-type]
+        is_list = isinstance(ranks, Sequence) and not isinstance(ranks, str)
+        given = list(ranks.values()) if isinstance(ranks, Mapping) else list(ranks) if is_list else [1]  # type: ignore[arg-type]
         ids = list(ranks) if isinstance(ranks, Mapping) else []
-        known = ranks is None or listed or isinstance(ranks, Mapping) or callable(ranks)
+        known = ranks is None or is_list or isinstance(ranks, Mapping) or callable(ranks)
         if not known or not given or not all(map(_is_rank, given)) or not all(_is_rank(each + 1) for each in ids):
             raise MisconfigurationException(
                 "ranks must be a list of whole numbers of at least 1, such a number for each client id, or a function"
                 f" of the id that returns one, but is {ranks!r}."
             )
         self.given = ranks
-        self.own: dict[int, int] = {}
+        self.stated: dict[int, int] = {}
 
     def __bool__(self) -> bool:
-        return self.given is not None or bool(self.own)
+        return self.given is not None or bool(self.stated)
 
     def rank(self, client: int, largest: int) -> int:
         """A client's rank, at most ``largest``.
@@ -204,8 +204,8 @@ class ClientRanks:
             MisconfigurationException: If it is none or too large.
         """
         given = self.given
-        if client in self.own:
-            found: object = self.own[client]
+        if client in self.stated:
+            found: object = self.stated[client]
         elif isinstance(given, Mapping):
             found = given.get(client, largest)
         elif callable(given):

@@ -48,13 +48,13 @@ class ProjectedOptimizer(Optimizer, ABC):
         # Keyed by the parameters' indices: stacking and unstacking clients replaces the tensors.
         self._projections: dict[int, tuple[tuple[Any, ...], Tensor]] = {}
         # The last step's projection with the settings it was made for: the next step reuses it if they are the same.
-        self._entered: dict[int, tuple[tuple[Any, ...], Tensor | None]] = {}
+        self._last_projections: dict[int, tuple[tuple[Any, ...], Tensor | None]] = {}
         # Per parameter: the buffer for the coefficients of deferred steps, and its `Deferred` weight.
         self._deferred: dict[int, tuple[Tensor, Deferred]] = {}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
-        self._projections, self._entered, self._deferred = {}, {}, {}
+        self._projections, self._last_projections, self._deferred = {}, {}, {}
 
     def add_param_group(self, param_group: Group) -> None:
         """Add a group of parameters, which may have its own options.
@@ -352,12 +352,12 @@ class ProjectedOptimizer(Optimizer, ABC):
             of_group = tuple([group[name] for name in ("rank", "stacked", "subspace", "seed", "refresh_number")])
             return *of_group, group["subspaces"][position], parameter.shape, parameter.dtype, parameter.device
 
-        entered = self._entered.get(index)
-        if entered is not None and entered[0] == key():
-            return entered[1]
+        last = self._last_projections.get(index)
+        if last is not None and last[0] == key():
+            return last[1]
         projection = None if _is_dense(group, parameter) else self._enter_subspace(group, position, index)
         if projection is None or group["subspace"] == "random":
-            self._entered[index] = key(), projection
+            self._last_projections[index] = key(), projection
         return projection
 
     def _enter_subspace(self, group: Group, position: int, index: int) -> Tensor:

@@ -39,7 +39,7 @@ def test_rounds_follow_the_paper(tmp_path, down, up, execution):
             changes[client][kept] = change[kept] * count / len(kept)
         model = model + plain.mean(changes)
     torch.testing.assert_close(plain.flat(module), model, rtol=1e-10, atol=1e-10)
-    held = torch.cat([value.reshape(-1) for value in loop.server.base.state["held"].values()])
+    held = torch.cat([value.reshape(-1) for value in loop.server.base.state["shared"].values()])
     torch.testing.assert_close(held, copy, rtol=1e-10, atol=1e-10)
 
 
@@ -69,7 +69,7 @@ def test_what_the_server_left_out_comes_later():
         message = algorithm.broadcast(server, ClientInfo(0, 1, server.round, 0))
         for name, value in message.codec.transmit({**message.tensors, **server.announcement}).items():
             following[name] += value
-            assert torch.equal(following[name], server.base.state["held"][name])
+            assert torch.equal(following[name], server.base.state["shared"][name])
         gaps.append(max(float((server.model[name] - value).abs().max()) for name, value in following.items()))
     assert gaps[0] > gaps[1] > gaps[2] > 1e-3
     assert gaps[4] < 1e-6

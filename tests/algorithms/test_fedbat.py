@@ -203,7 +203,7 @@ def test_a_follower_of_the_broadcasts_holds_what_clients_start_from():
         for name, value in message.codec.transmit(message.tensors).items():
             following[name] += value
         gaps.append(sum(float((server.model[name] - value).abs().sum()) for name, value in following.items()))
-    for name, value in server.base.state["held"].items():
+    for name, value in server.base.state["shared"].items():
         assert torch.equal(value, following[name])
     assert gaps[-1] < 0.05 * gaps[0]
 

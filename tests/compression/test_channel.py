@@ -210,14 +210,14 @@ OWN = {
 
 @pytest.mark.parametrize("own", OWN.values(), ids=OWN)
 def test_a_message_with_a_codec_of_its_own(own):
-    packet = Channel().send(MESSAGE, reference=REFERENCE, exact=["mean"], seed=3, own=own)
+    packet = Channel().send(MESSAGE, reference=REFERENCE, exact=["mean"], seed=3, message_codec=own)
     assert packet.encode() == own.encode(MESSAGE)
     assert_same(packet.received, own.transmit(MESSAGE))
     channel = Channel([Quantize(8), Half()])
-    packet = channel.send(MESSAGE, reference=REFERENCE, exact=["mean"], seed=3, own=own)
+    packet = channel.send(MESSAGE, reference=REFERENCE, exact=["mean"], seed=3, message_codec=own)
     data = packet.encode()
-    assert packet.nbytes == len(data) == channel.nbytes(MESSAGE, exact=["mean"], own=own)
-    received = channel.receive(data, reference=REFERENCE, exact=["mean"], own=own)
+    assert packet.nbytes == len(data) == channel.nbytes(MESSAGE, exact=["mean"], message_codec=own)
+    received = channel.receive(data, reference=REFERENCE, exact=["mean"], message_codec=own)
     assert_same({name: received[name] for name in MESSAGE}, packet.received)
     assert torch.equal(received["mean"], MESSAGE["mean"])
     # The positions are the codec's own, whatever the message's seed.
@@ -243,9 +243,9 @@ def test_a_plain_codec_may_stand_alone():
     packet = channel.send(MESSAGE, reference=REFERENCE, exact=["mean"], seed=0)
     assert packet.nbytes == len(packet.encode()) == channel.nbytes(MESSAGE, exact=["mean"])
     with pytest.raises(TypeError, match="FloatingCodec"):
-        channel.send(MESSAGE, seed=0, own=TopK(0.1))
+        channel.send(MESSAGE, seed=0, message_codec=TopK(0.1))
     with pytest.raises(TypeError, match="FloatingCodec"):
-        Channel([Half()]).send(MESSAGE, seed=0, own=Plain())
+        Channel([Half()]).send(MESSAGE, seed=0, message_codec=Plain())
 
 
 class Doubles(Plain):
@@ -287,7 +287,7 @@ def test_what_cannot_be_a_channel_is_refused():
         Channel([TopK(0.1), Half(error_feedback=True)])
     channel = Channel([TopK(0.1, error_feedback=True)])
     with pytest.raises(ValueError, match=r"RandomK.*TopK.*error_feedback=True"):
-        channel.send(MESSAGE, seed=0, own=RandomK(0.1))
+        channel.send(MESSAGE, seed=0, message_codec=RandomK(0.1))
 
 
 @every_channel

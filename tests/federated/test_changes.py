@@ -102,8 +102,8 @@ class Seen(Attack):
         self.changes = []
 
     def forge(self, attempt):
-        self.changes.append(attempt.own.abs().max().item())
-        return attempt.own
+        self.changes.append(attempt.original.abs().max().item())
+        return attempt.original
 
 
 @pytest.mark.parametrize(

@@ -196,7 +196,7 @@ def test_a_downlink_with_error_feedback_is_that_of_ef21p(tmp_path, share):
     module, loop = run(tmp_path, **sparse)
     expected, twin = run(tmp_path, partial(EF21P, share, 1.0))
     plain.close(module.net, expected.net)
-    for name, value in twin.server.base.state["held"].items():
+    for name, value in twin.server.base.state["shared"].items():
         torch.testing.assert_close(loop.server.base.state["wire.copy"][name], value, rtol=1e-10, atol=1e-10)
     size = len(sparse["downlink"][0].encode(dict(loop.server.model)))
     assert loop.ledger.total_down == size * sum(map(len, PARTICIPANTS))

@@ -79,7 +79,7 @@ KEEPS = {
     "FedAvg": ("dense", {}),
     "RandomCoordinates": ("dense", {"client": {"model"}}),
     "SCAFFOLD": ("dense", {"client": {"control"}}),
-    "EF21P": ("dense", {"base": {"held"}}),
+    "EF21P": ("dense", {"base": {"shared"}}),
     "FedMUD": ("update", {"base": {"factors", "folded"}, "frozen": True}),
     "FedLoRA-SumProduct": ("lora", {}),
     "FedLoRA-FedEx": ("lora", {"base": {"folded", "initial"}, "frozen": True}),

@@ -232,8 +232,8 @@ def test_sites_with_a_module_that_peft_wrapped(tmp_path, monkeypatch, operator):
     served, _ = run_on_sites(recipe, tmp_path, fresh=True)
     assert_equal_runs(simulated, served)
     one, other = (find_adapters(run.lightning_module) for run in (simulated, served))
-    assert any(found.beside for found in one.values()) == (operator != "FedSVD")
+    assert any(found.separate_change for found in one.values()) == (operator != "FedSVD")
     for name, found in one.items():
-        assert found.beside.keys() == other[name].beside.keys()
-        for part, value in found.beside.items():
-            torch.testing.assert_close(other[name].beside[part], value, rtol=1e-5, atol=1e-6)
+        assert found.separate_change.keys() == other[name].separate_change.keys()
+        for part, value in found.separate_change.items():
+            torch.testing.assert_close(other[name].separate_change[part], value, rtol=1e-5, atol=1e-6)

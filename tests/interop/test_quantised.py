@@ -169,7 +169,7 @@ def test_a_quantised_base_trains_as_the_dense_one_of_the_same_function(tmp_path,
     _, module, loop = federate(tmp_path, net, operator)
     _, dense, plain = federate(tmp_path, dequantised(kind), operator)
     assert torch.equal(stored(module), stored(wrap(quantised(kind))))
-    assert bool(loop.server.base.state.get("beside")) == operator.changes_base
+    assert bool(loop.server.base.state.get("separate_changes")) == operator.changes_base
     # On processors, bitsandbytes rounds what goes into the layer too: to 8 bits, or to bfloat16 in evaluation.
     near = {"rtol": 0, "atol": {"8bit": 0.1, "4bit": 0.02}.get(kind, 1e-4)}
     with torch.no_grad():
@@ -218,7 +218,7 @@ def test_a_run_on_a_quantised_base_resumes_exactly(tmp_path, operator, kind):
 def test_the_change_becomes_a_matrix_once_that_has_fewer_numbers(tmp_path):
     for rounds, slots in ((1, 6), (5, 30), (6, None)):
         _, _, loop = federate(tmp_path, quantised("stand-in"), FLoRA(), rounds=rounds)
-        (parts,) = loop.server.base.state["beside"].values()
+        (parts,) = loop.server.base.state["separate_changes"].values()
         shapes = {name: tuple(value.shape) for name, value in parts.items()}
         assert shapes == ({"product": (64, 64)} if slots is None else {"B": (64, slots), "A": (slots, 64)})
 
@@ -241,7 +241,7 @@ def test_the_change_is_in_buffers_of_its_layer(tmp_path, rounds, parts):
     prefix = "net.base_model.model.2.base_layer.lowrank_change_"
     state = module.state_dict()
     assert {name.removeprefix(prefix) for name in state if "change" in name} == parts
-    (kept,) = loop.server.base.state["beside"].values()
+    (kept,) = loop.server.base.state["separate_changes"].values()
     assert all(torch.equal(state[prefix + part], value) for part, value in kept.items())
     with torch.no_grad():
         outputs = module.net.eval()(INPUTS)
@@ -271,7 +271,7 @@ def test_clients_neither_send_nor_reset_the_change(tmp_path):
     _, _, second = federate(tmp_path, None, FLoRA(), rounds=2, module=module)
     assert second.ledger.state_dict() == first.ledger.state_dict()
     assert not any("change" in name for name in second.server.model)
-    one, two = (loop.server.base.state["beside"]["net.base_model.model.2"]["B"] for loop in (first, second))
+    one, two = (loop.server.base.state["separate_changes"]["net.base_model.model.2"]["B"] for loop in (first, second))
     assert torch.equal(two[:, : one.shape[1]], one)
     assert two.shape[1] == 2 * one.shape[1]
 

@@ -18,7 +18,7 @@ INPUTS = on_cpu.INPUTS
 @pytest.mark.parametrize("operator", [FLoRA(), FedEx()], ids=repr)
 def test_the_change_of_a_quantised_base_survives_a_fit_on_the_device(tmp_path, operator):
     run, module, loop = on_cpu.federate(tmp_path, on_cpu.quantised("stand-in"), operator, rounds=2)
-    (parts,) = loop.server.base.state["beside"].values()
+    (parts,) = loop.server.base.state["separate_changes"].values()
     assert {value.device.type for value in parts.values()} == {device.NAME}
     # Lightning has moved the module to the CPU.
     change = {name: value for name, value in module.state_dict().items() if "lowrank_change" in name}

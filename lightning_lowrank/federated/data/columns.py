@@ -100,7 +100,7 @@ def find_column(
 
 def call_on(dataset: Dataset, function: Callable[[Any], Any], name: str, advice: str) -> Column:
     """The result of a user's function of the dataset as a column; ``name`` is the argument that the user gave."""
-    if getattr(type(dataset), "stands_in", False):
+    if getattr(type(dataset), "is_wrapper", False):
         # Pass the user's own dataset, not the wrapper around it.
         dataset = dataset.dataset  # type: ignore[attr-defined]
     with isolate_rng(include_cuda=torch.cuda.is_initialized()):

@@ -135,7 +135,7 @@ def _check_weights(sampler: WeightedRandomSampler, samples: int, needed: str) ->
 class _ReadByLists(Subset):
     """A whole dataset whose ``__getitem__`` takes a list of indices and returns a batch."""
 
-    stands_in = True
+    is_wrapper = True
 
     def __init__(self, dataset: Dataset) -> None:
         super().__init__(dataset, range(len(dataset)))  # type: ignore[arg-type]

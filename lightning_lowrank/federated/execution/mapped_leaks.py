@@ -66,11 +66,11 @@ class MappedStepGuard:
     Attributes:
         mapped: Whether steps can be mapped over clients, as far as is known.
         reads_of_each: Whether steps read values that differ between clients and are no tensors.
-        told_of_batches: Whether the user knows of batches that cannot be stacked.
+        warned_of_batches: Whether the user was warned of batches that cannot be stacked.
     """
 
     def __init__(self, module: nn.Module, silent: bool = False) -> None:
-        self.silent, self.mapped, self.told_of_batches = silent, True, silent
+        self.silent, self.mapped, self.warned_of_batches = silent, True, silent
         self.reads_of_each = False
         self._module = module
         self._mapped_steps, self._compared = 0, 0
@@ -102,7 +102,7 @@ class MappedStepGuard:
             self._refuse_changes()
         for table, key, name in self._replaced:
             if _is_of_clients(table.get(key)):
-                table[key] = _stand_in(name)
+                table[key] = _placeholder(name)
 
     def after_step(self, mapped: bool = True) -> None:
         """Refuse numbers of the module that change in each step; ``mapped`` says whether the step ran in vmap."""
@@ -152,7 +152,7 @@ def _is_of_clients(value: Any) -> bool:
     return isinstance(value, Tensor) and is_mapped(value)
 
 
-class _StandIn(Tensor):
+class _Placeholder(Tensor):
     """A placeholder for a client's value that a step left in an attribute; any use raises `CannotMap`."""
 
     place: str
@@ -163,12 +163,12 @@ class _StandIn(Tensor):
     ) -> Any:
         values = [*arguments, *(keywords or {}).values()]
         values += [each for value in values if isinstance(value, (list, tuple)) for each in value]
-        name = next((value.place for value in values if isinstance(value, _StandIn)), "an attribute")
+        name = next((value.place for value in values if isinstance(value, _Placeholder)), "an attribute")
         raise CannotMap(f"{name} is read after the step that has set it, and is one for all clients")
 
 
-def _stand_in(name: str) -> Tensor:
-    tensor = torch.empty(0).as_subclass(_StandIn)
+def _placeholder(name: str) -> Tensor:
+    tensor = torch.empty(0).as_subclass(_Placeholder)
     tensor.place = name
     return tensor
 

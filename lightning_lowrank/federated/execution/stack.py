@@ -46,7 +46,7 @@ from lightning_lowrank.internals.torch import (
     random_states,
     version_of,
 )
-from lightning_lowrank.internals.transformers import values_unseen
+from lightning_lowrank.internals.transformers import without_value_checks
 from lightning_lowrank.optim import ProjectedOptimizer
 from lightning_lowrank.optim.deferred import Deferred, DeferredSteps
 
@@ -328,9 +328,9 @@ class ClientStack(OfTheRun):
     def _tell_of_unequal(self, parts: Parts) -> None:
         """Warn once that clients whose batches differ in more than size do not step together."""
         by_size = {places.samples: batch for places, batch in parts}
-        if self._falls_back or self._guard.told_of_batches or len(by_size) == len(parts):
+        if self._falls_back or self._guard.warned_of_batches or len(by_size) == len(parts):
             return
-        self._guard.told_of_batches = True
+        self._guard.warned_of_batches = True
         places, batch = next((places, batch) for places, batch in parts if by_size[places.samples] is not batch)
         tensors = [
             [(name, tuple(item.shape[1:])) for name, item in reachable("batch", each) if isinstance(item, Tensor)]
@@ -374,7 +374,7 @@ class ClientStack(OfTheRun):
         if any(map(is_mapped, values.values())):
             products = StackedProducts(changes)
         captures = captured_logs(self._module, settings, _refuse_metric)
-        with products, values_unseen(), captures as captured, self._in_place(values):
+        with products, without_value_checks(), captures as captured, self._in_place(values):
             output = own_step() if self._objective is None else self._objective(values, state, batch, own_step)
         loss = loss_of(output)
         if not isinstance(loss, Tensor):

@@ -22,7 +22,7 @@ from lightning_lowrank.federated.execution.why_not import cause_of
 from lightning_lowrank.federated.leaks import ChangedTensors
 from lightning_lowrank.federated.objective import loss_of
 from lightning_lowrank.internals.torch import as_rows, recurrent_weights_kept
-from lightning_lowrank.internals.transformers import values_unseen
+from lightning_lowrank.internals.transformers import without_value_checks
 
 Logged = dict[str, Tensor]
 
@@ -143,7 +143,7 @@ class SampleGradients:
             given = iter(sample)
             one = apply_to_collection(batch, Tensor, lambda _: next(given).unsqueeze(0))
             named = {f"module.{name}": value for name, value in values.items()}
-            with values_unseen(), captured_logs(self._module, settings, _refuse_metric) as logged:
+            with without_value_checks(), captured_logs(self._module, settings, _refuse_metric) as logged:
                 loss = loss_of(functional_call(self._call, named, (one, *arguments)))
             if not isinstance(loss, Tensor):
                 raise MisconfigurationException(
