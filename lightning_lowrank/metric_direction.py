@@ -120,6 +120,6 @@ def direction(name: str, metric: bool | None = None, monitors: Iterable[Monitor]
     if len(set(said.values())) == 1:
         return next(iter(said.values())), ""
     if said:
-        told = [f"{'higher' if higher else 'lower'} is better by {source}" for source, higher in said.items()]
-        return None, " and ".join(told)
+        sides = [f"{'higher' if higher else 'lower'} is better by {source}" for source, higher in said.items()]
+        return None, " and ".join(sides)
     return None, "the name does not say; log a torchmetrics object, or let ModelCheckpoint(mode=...) monitor it"

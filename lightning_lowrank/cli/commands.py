@@ -84,8 +84,8 @@ def _end_without_command(command: str | None) -> NoReturn:
     names = [*SUBCOMMANDS, *_WITHOUT_MODEL]
     similar = difflib.get_close_matches(command or "", names, 1)
     meant = f" Did you mean {similar[0]!r}?" if similar else ""
-    said = "no command is given." if command is None else f"there is no command {command!r}.{meant}"
-    print(f"lightning-lowrank: {said} The commands are {', '.join(names)}; --help says more.", file=sys.stderr)
+    problem = "no command is given." if command is None else f"there is no command {command!r}.{meant}"
+    print(f"lightning-lowrank: {problem} The commands are {', '.join(names)}; --help says more.", file=sys.stderr)
     sys.exit(2)
 
 

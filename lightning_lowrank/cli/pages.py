@@ -192,12 +192,12 @@ class Page:
         for stem, caption in _PICTURES.items():
             for name, more in ((stem, ""), (f"{stem}_each", ", each run by itself")):
                 if name in self.pictures:
-                    said = f"{caption[0].upper()}{caption[1:]}{more}"
-                    image = f'<img alt="{_html(f"{self.title}: {said}")}" src="{_data(self.pictures[name])}">'
+                    heading = f"{caption[0].upper()}{caption[1:]}{more}"
+                    image = f'<img alt="{_html(f"{self.title}: {heading}")}" src="{_data(self.pictures[name])}">'
                     if narrow := self.pictures.get(f"{name}_narrow"):
                         source = f'<source media="(max-width: 40rem)" srcset="{_data(narrow)}">'
                         image = f"<picture>{source}{image}</picture>"
-                    parts.append(f"<h2>{_html(said)}</h2><figure>{image}</figure>")
+                    parts.append(f"<h2>{_html(heading)}</h2><figure>{image}</figure>")
         parts += [f"{title}{table.html()}" for title, table in others if table]
         parts += ["<h2>Notes</h2>" * bool(self.notes), _list(self.notes, "notes"), "</body></html>\n"]
         return "\n".join(part for part in parts if part)

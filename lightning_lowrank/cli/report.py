@@ -469,7 +469,7 @@ def answers(groups: Groups, goal: Goal) -> list[str]:
                 found[figures[0]] = [*names, name], mean, max(deviation, figures[1])
         return sorted(found.values(), key=lambda each: -each[1] if largest else each[1])
 
-    def said(order: Sequence[tuple[list[str], float, float]]) -> str:
+    def ranking(order: Sequence[tuple[list[str], float, float]]) -> str:
         texts = [
             f"{_and(names)}, {value:.4f}" + f" ± {deviation:.4f}" * bool(deviation) + " each" * (len(names) > 1)
             for names, value, deviation in order[:2]
@@ -484,14 +484,14 @@ def answers(groups: Groups, goal: Goal) -> list[str]:
     sentences = []
     order = ranked(lambda run: (goal.best(run) or (0, None))[1], higher)
     if order:
-        sentences.append(f"Best {metric}: {said(order)}")
+        sentences.append(f"Best {metric}: {ranking(order)}")
     spent = [float(run.column("comm/total_bytes").values.max(initial=0.0)) for run in _all(groups)]
     budget = goal.budget or min((value for value in spent if 0 < value < math.inf), default=0.0)
     if budget:
         order = ranked(lambda run: (goal.best(run, budget) or (0, None))[1], higher)
         which = "" if goal.budget else ", all that the cheapest run spent"
         none = f"no run logged {metric} within them."
-        text = said(order) if order else none
+        text = ranking(order) if order else none
         sentences.append(f"Best {metric} within {bytes_text(budget)} up and down{which}: {text}")
     if goal.target is not None:
         first = []

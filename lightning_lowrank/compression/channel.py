@@ -138,8 +138,8 @@ class Channel:
         """
         if message_codec is not None and self.error_feedback:
             raise ValueError(
-                f"the message has its own codec, {type(message_codec).__name__}, which error feedback cannot be combined"
-                f" with; construct the channel's {type(self.codecs[0]).__name__} without error_feedback=True."
+                f"the message has its own codec, {type(message_codec).__name__}, which error feedback cannot be"
+                f" combined with; construct the channel's {type(self.codecs[0]).__name__} without error_feedback=True."
             )
         codec = self._codec_for(exact, message_codec, seed)
         if self._codec is None or message_codec is not None:

@@ -150,8 +150,8 @@ def _samples(given: str | Pair | Mapping[str, Any], argument: str) -> TensorData
     if not len(inputs):
         raise MisconfigurationException(f"{argument} holds no sample: its inputs have the shape {tuple(inputs.shape)}")
     classes = targets.ndim == 1 and not (targets.is_floating_point() or targets.is_complex())
-    held = {name: _column(value, name, source, len(inputs)) for name, value in columns.items()}
-    return _dataset([inputs, targets.long() if classes else targets], Rows.all(len(inputs)), held)
+    attributes = {name: _column(value, name, source, len(inputs)) for name, value in columns.items()}
+    return _dataset([inputs, targets.long() if classes else targets], Rows.all(len(inputs)), attributes)
 
 
 def _column(given: Any, name: str, source: str, samples: int) -> Column:

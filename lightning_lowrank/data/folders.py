@@ -66,8 +66,8 @@ class ImageFolder(OwnImages):
         self.root, self.clients = root, clients
         folder = Path(root).expanduser()
         try:
-            held = _folders(folder)
-            trains = [name for name in held if name.lower() in _TRAIN_NAMES and _folders(folder / name)]
+            subfolders = _folders(folder)
+            trains = [name for name in subfolders if name.lower() in _TRAIN_NAMES and _folders(folder / name)]
             if len(trains) > 1:
                 raise MisconfigurationException(f"root={root!r} must hold one folder to train on, not {listed(trains)}")
             self._train_folder = folder / trains[0] if trains else folder
@@ -77,13 +77,13 @@ class ImageFolder(OwnImages):
         if not self.classes:
             raise MisconfigurationException(f"{_wanted(root)}, and it holds no folder")
         vars(self)["num_classes"] = len(self.classes)
-        others = [name for name in held if name not in trains] if trains else []
+        others = [name for name in subfolders if name not in trains] if trains else []
         test, apart = choose_splits(others, validation)
         self.validation = (apart or "test") if validation is None else validation
         if apart is not None and apart not in others:
             raise MisconfigurationException(
                 f"validation={apart!r} must be 'test', a share, or a folder beside one to train on, and {folder} holds"
-                f" {listed(held)}"
+                f" {listed(subfolders)}"
             )
         self._validation_folder = None if apart is None else folder / apart
         self._test_folder = None if test is None else folder / test
@@ -97,10 +97,10 @@ class ImageFolder(OwnImages):
     def find_splits(self) -> tuple[Pictures, Pictures | None, Pictures | None]:
         """Find the files of each split."""
         others = self._test_folder, self._validation_folder
-        test, validation = (None if folder is None else self._listed(folder) for folder in others)
-        return self._listed(self._train_folder), test, validation
+        test, validation = (None if folder is None else self._files_in(folder) for folder in others)
+        return self._files_in(self._train_folder), test, validation
 
-    def _listed(self, folder: Path) -> _Files:
+    def _files_in(self, folder: Path) -> _Files:
         classes = self._class_names(folder)
         unknown = sorted(set(classes) - set(self.classes))
         if unknown:

@@ -244,9 +244,9 @@ class Instructions(TextSplits):
 
     def _conversations(self, tokenizer: Any, table: Table, name: str) -> list[tuple[list[int], list[bool]]]:
         found = []
-        for row, said in enumerate(table[table.find((name,), "messages")]):
+        for row, turns in enumerate(table[table.find((name,), "messages")]):
             try:
-                found.append(_conversation(tokenizer, said))
+                found.append(_conversation(tokenizer, turns))
             except _Malformed as error:
                 raise MisconfigurationException(f"{table.place(row)}: {name} {error}") from error
         return found
@@ -256,12 +256,16 @@ class _Malformed(Exception):
     """A conversation that cannot be read."""
 
 
-def _conversation(tokenizer: Any, said: Any) -> tuple[list[int], list[bool]]:
+def _conversation(tokenizer: Any, turns: Any) -> tuple[list[int], list[bool]]:
     """The tokens of a conversation, and a mask of the assistant's tokens."""
-    if not isinstance(said, Sequence) or isinstance(said, str) or not all(isinstance(each, Mapping) for each in said):
-        raise _Malformed(f"must be a list of dictionaries, got {str(said)[:80]!r}")
+    if (
+        not isinstance(turns, Sequence)
+        or isinstance(turns, str)
+        or not all(isinstance(each, Mapping) for each in turns)
+    ):
+        raise _Malformed(f"must be a list of dictionaries, got {str(turns)[:80]!r}")
     messages = []
-    for each in said:
+    for each in turns:
         role, content = each.get("role", each.get("from")), each.get("content", each.get("value"))
         if not (isinstance(role, str) and isinstance(content, str)):
             raise _Malformed(f"must have a role and a content in each message, got {dict(each)}")

@@ -225,14 +225,14 @@ def check_factor_gradients(
             unseen += [name] if all(gradient_of(*each) is None for each in factors) else []
     if not unseen:
         return
-    said = (
+    problem = (
         f"the first step gives no gradient to the factors of {listed(unseen)}: the step does not use these layers, or"
         " uses a weight that the module read before LowRank converted them. Leave such layers out:"
         f" LowRank(exclude={unseen[:3]})."
     )
     if len(unseen) == trained:
-        raise MisconfigurationException(said)
-    rank_zero_warn(f"{said} Layers that only some batches use get their gradients later.")
+        raise MisconfigurationException(problem)
+    rank_zero_warn(f"{problem} Layers that only some batches use get their gradients later.")
 
 
 def check_memory(loop: Any, module: nn.Module) -> None:
@@ -293,7 +293,7 @@ def check_callbacks(loop: Any, trainer: Any, module: nn.Module, fixed_because: s
     if any(type(callback).__name__ == "LowRank" for callback in callbacks[place:]):
         raise MisconfigurationException("put LowRank before FederatedLoop in `callbacks`.")
     for callback in callbacks:
-        said = (
+        problem = (
             _why_no_trials(callback)
             or _why_no_finetuning(callback, fixed_because)
             or _why_no_pruning(callback)
@@ -301,8 +301,8 @@ def check_callbacks(loop: Any, trainer: Any, module: nn.Module, fixed_because: s
             or _why_no_averages_of_steps(callback)
             or _why_no_pass_over_all_samples(callback, module)
         )
-        if said:
-            raise MisconfigurationException(f"{type(callback).__name__}{said}")
+        if problem:
+            raise MisconfigurationException(f"{type(callback).__name__}{problem}")
 
 
 def _why_no_trials(callback: Callback) -> str:

@@ -406,14 +406,14 @@ class _Attributes:
         """A deep copy that shares parameters, groups, modules and generators with the original."""
         same = [optimizer, optimizer.param_groups, *optimizer.param_groups, *_parameters_of(optimizer)]
         lasting = (torch.Generator, nn.Module)
-        held = [
+        items = [
             item for _, item in walk("", value, lambda kind: False, is_whole=lambda item: isinstance(item, lasting))
         ]
-        same += [item for item in held if isinstance(item, lasting)]
+        same += [item for item in items if isinstance(item, lasting)]
         memo: dict[int, Any] = {id(item): item for item in same}
         # copy.deepcopy() copies an optimizer by its state and groups only, so copy the attributes of inner optimizers
         # here.
-        inside = [item for item in held if isinstance(item, Optimizer) and item is not optimizer]
+        inside = [item for item in items if isinstance(item, Optimizer) and item is not optimizer]
         memo |= {id(item): type(item).__new__(type(item)) for item in inside}
         for item in inside:
             vars(memo[id(item)]).update(copy.deepcopy(vars(item), memo))

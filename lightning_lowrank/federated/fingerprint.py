@@ -80,8 +80,8 @@ def describe(value: Any, depth: int = 0) -> Any:
     if isinstance(value, (set, frozenset)):
         return sorted(map(str, value))
     if isinstance(value, (list, tuple, range)):
-        listed = [each if type(each) is int else within(each) for each in value]
-        return listed if _entries(listed) <= _LONGEST_LIST else f"{len(listed)} entries, digest {digest(listed)}"
+        entries = [each if type(each) is int else within(each) for each in value]
+        return entries if _entries(entries) <= _LONGEST_LIST else f"{len(entries)} entries, digest {digest(entries)}"
     if isinstance(value, functools.partial):
         return {"class": f"partial {within(value.func)}", "args": within(value.args), **within(value.keywords)}
     if isinstance(value, nn.Module):
@@ -236,7 +236,7 @@ def refuse_other_shapes(module: nn.Module, state: Mapping[str, Any], prefix: str
         if isinstance(value, Tensor) and name in shapes and tuple(value.shape) != shapes[name]
     }
     if found:
-        lines = [f"  {name}: {said}" for name, said in found.items()]
+        lines = [f"  {name}: {change}" for name, change in found.items()]
         more = [f"  and {len(lines) - 5} more"] if len(lines) > 5 else []
         raise MisconfigurationException(
             "the checkpoint is of another network: tensors have other shapes\n"

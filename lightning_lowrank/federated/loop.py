@@ -429,8 +429,8 @@ class FederatedLoop(FederatedSettings, Callback):
 
         Progress bars are closed by now, or of the same console, which puts the line above them.
         """
-        told = 0 in (trainer.max_epochs, trainer.max_steps, trainer.limit_train_batches) or trainer.should_stop
-        if self._progress.client_steps == 0 and not told:
+        is_intended = 0 in (trainer.max_epochs, trainer.max_steps, trainer.limit_train_batches) or trainer.should_stop
+        if self._progress.client_steps == 0 and not is_intended:
             raise MisconfigurationException(
                 f"the fit is over after {trainer.current_epoch} rounds, and no client has made a step: the module is as"
                 f" it was. The last round had {self.plan.steps() if self.plan else 0} batches; the module's"
@@ -443,11 +443,11 @@ class FederatedLoop(FederatedSettings, Callback):
             of = ""
             if validated and self._validated not in (None, trainer.current_epoch):
                 of = f" (of round {self._validated})" if self._validated else " (before the first round)"
-            said = listed(validated) + of + ", " * bool(validated)
+            evaluated = listed(validated) + of + ", " * bool(validated)
             traffic = self.ledger.figures()
             plural = "" if trainer.current_epoch == 1 else "s"
             get_console().print(
-                f"after {trainer.current_epoch} round{plural}{self._cut()}: {said}"
+                f"after {trainer.current_epoch} round{plural}{self._cut()}: {evaluated}"
                 f"{bytes_text(traffic['comm/total_up_bytes'], '.2f')} up,"
                 f" {bytes_text(traffic['comm/total_down_bytes'], '.2f')} down,"
                 f" {percent(traffic['comm/ratio'])} of dense FedAvg",

@@ -83,9 +83,9 @@ def bounded_arrays(most: int) -> Iterator[None]:
     def inflate(cls: type[Array], object_content: bytes, children: dict[str, Any] | None = None) -> Array:
         nonlocal joined
         names = get_object_children_ids_from_object_content(object_content)
-        said = json.loads(get_object_body(object_content, cls))["arraychunk_ids"]
+        chunks = json.loads(get_object_body(object_content, cls))["arraychunk_ids"]
         lengths = [len((children or {})[name].data) for name in names]
-        joined += sum(lengths[place] for place in said)
+        joined += sum(lengths[place] for place in chunks)
         if joined > most:
             raise ValueError(f"its arrays have {joined:,} bytes, and at most {most:,} are expected.")
         return own.__func__(cls, object_content, children)

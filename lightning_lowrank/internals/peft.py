@@ -63,10 +63,10 @@ def change_in(layer: nn.Module) -> Parts:
 def set_change(layer: nn.Module, parts: Parts) -> None:
     """Replace the change of a layer's base weight."""
     _prepare_for_change(layer)
-    held = next(chain(layer.parameters(), layer.buffers()), None)
+    example = next(chain(layer.parameters(), layer.buffers()), None)
     for name in _PARTS:
         if name in parts:
-            layer.register_buffer(_CHANGE + name, parts[name] if held is None else parts[name].to(held.device))
+            layer.register_buffer(_CHANGE + name, parts[name] if example is None else parts[name].to(example.device))
         else:
             own_buffers(layer).pop(_CHANGE + name, None)
 

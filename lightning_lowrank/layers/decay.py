@@ -105,10 +105,10 @@ def add_frobenius_decay(
     among = None if parameters is None else set(parameters)
     for prefix, layer in _decaying_layers(model, weight_decay).items():
         own = dict(layer.factors)
-        held = own if stacks is None else {name: stacks.get(f"{prefix}.factors.{name}", own[name]) for name in own}
+        values = own if stacks is None else {name: stacks.get(f"{prefix}.factors.{name}", own[name]) for name in own}
         decayed = {
             name: factor
-            for name, factor in held.items()
+            for name, factor in values.items()
             if factor.requires_grad
             and (among is None or factor in among)
             and (stacks is None or factor is not own[name])

@@ -250,8 +250,8 @@ class _Check:
         outcome, tape, _ = self.recorded
         module = self.experiment.module(dtype=torch.float64)
         lowrank = None if self.experiment.lowrank is None else self.experiment.lowrank()
-        told = inspect_run(module, lowrank, self.experiment.loop(clients=4))
-        require(not told["problems"], f"inspect_run finds problems: {'; '.join(told['problems'])}")
+        inspected = inspect_run(module, lowrank, self.experiment.loop(clients=4))
+        require(not inspected["problems"], f"inspect_run finds problems: {'; '.join(inspected['problems'])}")
         for direction, transfers in (("down", tape.down), ("up", tape.up)):
             counted = outcome.traffic[f"total_{direction}"]
             crossed = sum(len(transfer.data) for transfer in transfers.values())
@@ -260,7 +260,7 @@ class _Check:
                 f"the ledger counts {counted} bytes {direction}, and the encodings have {crossed}: the codec's nbytes"
                 " is not the length of its encoding",
             )
-            known, crossed = told["traffic"][direction]["bytes"], len(transfers[0, 0].data)
+            known, crossed = inspected["traffic"][direction]["bytes"], len(transfers[0, 0].data)
             require(
                 known == crossed,
                 f"inspect_run tells {known} bytes {direction} for client 0's first round, which had {crossed}",

@@ -243,10 +243,10 @@ def _check_ratios(factorization: Factorization, shape: tuple[int, ...]) -> None:
             rank = factorization.rank_for_ratio(shape, ratio, half_frozen)
             require(rank in ranks, f"rank_for_ratio({ratio:.3g}) is {rank}, which check_rank refuses")
             require(rank >= before, f"rank_for_ratio falls from {before} to {rank} as the ratio grows to {ratio:.3g}")
-            held = factorization.trained_numbers(shape, rank, half_frozen) + one
+            stored = factorization.trained_numbers(shape, rank, half_frozen) + one
             require(
-                held >= ratio * numbers - 1e-9,
-                f"rank_for_ratio({ratio:.3g}) is {rank}, whose factors and one more of rank 1 hold {held} of the "
+                stored >= ratio * numbers - 1e-9,
+                f"rank_for_ratio({ratio:.3g}) is {rank}, whose factors and one more of rank 1 hold {stored} of the "
                 f"{ratio * numbers:.1f} numbers asked for",
             )
             before = rank
@@ -323,36 +323,36 @@ def _check_layer(
         *itertools.product(("update",), (False,), _ways_to_train(factorization, shape)[1:]),
     ):
         settings: dict[str, Any] = {"role": role, "decouple": decouple, "half_frozen": half_frozen}
-        said = ", ".join(f"{name}={value!r}" for name, value in settings.items())
+        shown = ", ".join(f"{name}={value!r}" for name, value in settings.items())
         layer = kind.from_dense(deepcopy(dense), factorization, rank, seed=1, **settings)
         if role == "update":
-            _require_close(layer.weight, weight, f"the weight of a new layer ({said})")
+            _require_close(layer.weight, weight, f"the weight of a new layer ({shown})")
         layer.reset_factors(seed=2)
         drawn = {name: value.clone() for name, value in layer.named_parameters()}
         layer.reset_factors(seed=2)
         same = all(torch.equal(value, drawn[name]) for name, value in layer.named_parameters())
-        require(same, f"one seed draws two sets of factors ({said})")
+        require(same, f"one seed draws two sets of factors ({shown})")
         _perturb(layer)
         effective = layer.weight.detach().clone()
         output = torch.func.functional_call(dense, {"weight": effective}, input)
         layer.compute = "dense"
-        _require_close(layer(input), output, f"the layer computed densely ({said})")
+        _require_close(layer(input), output, f"the layer computed densely ({shown})")
         if layer._can_contract():
             layer.compute = "contracted"
-            _require_close(layer(input), output, f"the layer computed factor by factor ({said})")
+            _require_close(layer(input), output, f"the layer computed factor by factor ({shown})")
         square = layer.update().square().sum()
-        _require_close(frobenius_norm_squared(layer), square, f"the norm by inner products ({said})")
+        _require_close(frobenius_norm_squared(layer), square, f"the norm by inner products ({shown})")
         layer.merge()
-        _require_close(layer(input), output, f"the merged layer ({said})")
+        _require_close(layer(input), output, f"the merged layer ({shown})")
         layer.unmerge()
-        require(torch.equal(layer.weight, effective), f"unmerge does not restore the layer ({said})")
+        require(torch.equal(layer.weight, effective), f"unmerge does not restore the layer ({shown})")
         require(
-            torch.equal(layer.to_dense().get_parameter("weight"), effective), f"to_dense changes the weight ({said})"
+            torch.equal(layer.to_dense().get_parameter("weight"), effective), f"to_dense changes the weight ({shown})"
         )
         if role == "update":
             layer.fold()
             layer.reset_factors(seed=3)
-            _require_close(layer.weight, effective, f"the weight after fold and reset_factors ({said})")
+            _require_close(layer.weight, effective, f"the weight after fold and reset_factors ({shown})")
     _check_model(factorization, dense, rank, input)
 
 

@@ -185,11 +185,11 @@ class _Check:
         if self.operator.broadcasts == "common":
             for pair in result.clients:
                 own = result.server.resized(pair.rank, pair.scaling, self.operator.absorbing(self.round))
-                said = "broadcasts is 'common', and a client does not get the server's"
-                _require_close(_dense(pair), _dense(own), said)
+                problem = "broadcasts is 'common', and a client does not get the server's"
+                _require_close(_dense(pair), _dense(own), problem)
                 for name in ("B", "A"):
-                    said = f"a client's {name} is not the server's at its scaling: absorbing() says what differs"
-                    _require_close(getattr(pair, name).double(), getattr(own, name).double(), said)
+                    problem = f"a client's {name} is not the server's at its scaling: absorbing() says what differs"
+                    _require_close(getattr(pair, name).double(), getattr(own, name).double(), problem)
 
     def exactness(self, result: Broadcast, pairs: Sequence[LowRankPair]) -> None:
         if self.exact:

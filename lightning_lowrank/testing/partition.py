@@ -88,8 +88,8 @@ class _Check:
         require(generator_states() == states, "changes the global random number generators")
         self._check_division(first, self.clients)
         if complete:
-            held = int(first.sizes.sum())
-            require(held == self.size, f"assigns {held} of {self.size} samples, but complete=True")
+            assigned = int(first.sizes.sum())
+            require(assigned == self.size, f"assigns {assigned} of {self.size} samples, but complete=True")
 
         seed_generators(1)
         seeds = {self._split(self.dataset, seed=seed).digest() for seed in (0, 1, 2)}
@@ -112,11 +112,11 @@ class _Check:
         require(len(indices) == asked, f"returns {len(indices)} clients where {asked} are asked for")
         require(indices.size == self.size, f"returns indices for {indices.size} samples where there are {self.size}")
         parts = list(indices)
-        held = torch.cat(parts)
-        require(held.dtype == torch.int64, f"returns indices of type {held.dtype} in place of int64")
-        outside = held[(held < 0) | (held >= self.size)].tolist()
+        assigned = torch.cat(parts)
+        require(assigned.dtype == torch.int64, f"returns indices of type {assigned.dtype} in place of int64")
+        outside = assigned[(assigned < 0) | (assigned >= self.size)].tolist()
         require(not outside, f"returns the indices {outside[:5]} for samples 0 to {self.size - 1}")
-        repeated = (torch.bincount(held, minlength=self.size) > 1).nonzero().flatten().tolist()
+        repeated = (torch.bincount(assigned, minlength=self.size) > 1).nonzero().flatten().tolist()
         require(not repeated, f"assigns the samples {repeated[:5]} more than once")
         if self.ascending:
             unsorted = [client for client, part in enumerate(parts) if not part.equal(part.sort().values)]

@@ -161,7 +161,7 @@ def begun(algorithm, module, buffers="average", optimizers=()):
     algorithm.begin_round(server)
     client = ClientContext(0, 1, 0, 0, base=base, model=model, state={}, steps=25)
     sent = broadcast(algorithm, server)
-    algorithm.begin(client, Message(Channel().send(sent.tensors, own=sent.codec, seed=0).received))
+    algorithm.begin(client, Message(Channel().send(sent.tensors, message_codec=sent.codec, seed=0).received))
     return server, client
 
 

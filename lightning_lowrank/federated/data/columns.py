@@ -178,9 +178,9 @@ def _stored_values(
             values = values[-1]
         if _is_column(values, length_of(dataset)):
             return to_column(values, f"{type(dataset).__name__}.{name}", advice)
-    held = getattr(dataset, "column_names", None)
+    column_names = getattr(dataset, "column_names", None)
     for name in columns:
-        if isinstance(held, list) and name in held:
+        if isinstance(column_names, list) and name in column_names:
             # A datasets.Dataset's format applies to samples, and would change the column too.
             stored: Any = dataset.with_format(None) if hasattr(dataset, "with_format") else dataset
             column = to_column(stored[name][:], f"{type(dataset).__name__}[{name!r}]", advice)

@@ -39,10 +39,10 @@ def matched_labels(clients: ClientIndices, train_labels: Tensor, test_labels: Te
     found: dict[bytes, Tensor] = {}
     matched = []
     for indices in clients:
-        held = np.unique(codes[indices.numpy()])
-        key = held.tobytes()
+        client_codes = np.unique(codes[indices.numpy()])
+        key = client_codes.tobytes()
         if key not in found:
-            groups = [by_label[starts[code] : stops[code]] for code in held]
+            groups = [by_label[starts[code] : stops[code]] for code in client_codes]
             found[key] = torch.from_numpy(np.sort(np.concatenate([np.zeros(0, np.int64), *groups])))
         matched.append(found[key])
     return matched

@@ -186,10 +186,10 @@ class ClientIndices:
                 columns += list(self.label_counts(codes, len(present)).T)
             else:
                 # With many labels most counts are zero, so count each client's different labels.
-                held = torch.unique(self._owners() * len(present) + codes[self.indices])
+                pairs = torch.unique(self._owners() * len(present) + codes[self.indices])
                 headers.append("labels held")
-                columns.append(torch.bincount(held // len(present), minlength=len(self)))
-                labels_held = len(torch.unique(held % len(present)))
+                columns.append(torch.bincount(pairs // len(present), minlength=len(self)))
+                labels_held = len(torch.unique(pairs % len(present)))
         values = torch.stack(columns, 1)
 
         table = Table(
@@ -243,10 +243,10 @@ class ClientIndices:
         figure = Figure(figsize=(width + 1, height + 1), layout="constrained")
         axes = figure.add_subplot()
         cells = counts.nonzero()
-        held = counts[cells[:, 0], cells[:, 1]]
+        sizes = counts[cells[:, 0], cells[:, 1]]
         points_per_cell = 72 * min(width / (len(self) + 1), height / (columns + 1))
-        largest = int(held.max()) if len(held) else 1
-        areas = max(1.5 * points_per_cell, 4.0) ** 2 * held / largest
+        largest = int(sizes.max()) if len(sizes) else 1
+        areas = max(1.5 * points_per_cell, 4.0) ** 2 * sizes / largest
         axes.scatter(cells[:, 0].numpy(), cells[:, 1].numpy(), s=areas.numpy(), alpha=0.7, linewidths=0, clip_on=False)
         # The largest disc has a radius of 0.75 cells, so leave that much space at the borders.
         axes.set_xlim(-0.9, len(self) - 0.1)

@@ -380,7 +380,7 @@ class LabelCount(_ByGroup):
                 f"labels_per_client={self.labels_per_client} is more than the {len(names)} different labels"
                 " of the training set."
             )
-        held = self._held(clients, len(names), generator(seed, "partition", "labels of clients"))
+        held = self._drawn_labels(clients, len(names), generator(seed, "partition", "labels of clients"))
         holders = held.sum(0)
         self._warn_about(names, class_sizes, holders)
 
@@ -392,7 +392,7 @@ class LabelCount(_ByGroup):
                 counts[label, held[:, label].nonzero().flatten()[lucky]] += 1
         return deal(codes, counts, draws)
 
-    def _held(self, clients: int, classes: int, draws: torch.Generator) -> Tensor:
+    def _drawn_labels(self, clients: int, classes: int, draws: torch.Generator) -> Tensor:
         """Which client holds which label: bool, shape ``[clients, classes]``."""
         held = torch.zeros(clients, classes, dtype=torch.bool)
         if self.balanced:

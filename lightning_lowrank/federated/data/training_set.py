@@ -44,12 +44,12 @@ def _stored(dataset: Any) -> str | None:
         parts.append(np.asarray(dataset.indices))
         dataset = dataset.dataset
     if isinstance(dataset, TensorDataset):
-        held: list[Any] = list(dataset.tensors)
+        arrays: list[Any] = list(dataset.tensors)
     elif hasattr(dataset, "deterministic"):
-        held = [value for value in vars(dataset).values() if isinstance(value, (Tensor, np.ndarray))]
+        arrays = [value for value in vars(dataset).values() if isinstance(value, (Tensor, np.ndarray))]
     else:
         return None
-    return digest([describe(each) for each in [*parts, *held] if each.nbytes <= _MOST_STORED])
+    return digest([describe(each) for each in [*parts, *arrays] if each.nbytes <= _MOST_STORED])
 
 
 class RoundData:

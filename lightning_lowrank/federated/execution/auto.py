@@ -97,9 +97,9 @@ def choose_execution(
             reason, size = _compared(trainer, data, size)
             defers = not steps_are_seen(trainer, exchange.algorithm)
             choice = _fastest(trainer, data, size, reason, defers, exchange.settings.compile)
-        wanted, channels_last, said = choice if processes is None else processes.broadcast(choice)
+        wanted, channels_last, grounds = choice if processes is None else processes.broadcast(choice)
         if trainer.is_global_zero:
-            Console().print(f"execution='auto': {said}", highlight=False, soft_wrap=True)
+            Console().print(f"execution='auto': {grounds}", highlight=False, soft_wrap=True)
     kind = _KINDS[wanted]
     if not kind.stacked:
         size = 1
@@ -160,9 +160,9 @@ def _compared(trainer: Any, data: RoundData, size: int) -> tuple[str, int]:
         found, _ = _tried(data, size, compare)
         if not needed:
             return found or "", size
-        clients, said = needed[0]
+        clients, grounds = needed[0]
         if given or clients <= _FEWEST_TOGETHER:
-            return f"a step of {clients} clients together needs more memory than there is ({said})", size
+            return f"a step of {clients} clients together needs more memory than there is ({grounds})", size
         size = max(_FEWEST_TOGETHER, clients // 2)
 
 
@@ -206,12 +206,12 @@ def _fastest(
         way += ", with the channels of their images last in memory"
     times = {"alone": alone, "alone with channels last": last, "together": together}
     texts = [f"{1000 * value:.3g} ms {how}" for how, value in times.items() if value is not None]
-    said = [way, *([reason] if reason else [])]
+    grounds = [way, *([reason] if reason else [])]
     if len(texts) > 1:
-        said.append(f"a client's step takes {', '.join(texts[:-1])} and {texts[-1]}")
+        grounds.append(f"a client's step takes {', '.join(texts[:-1])} and {texts[-1]}")
     if failed and failed != reason:
-        said.append(f"with channels last, {failed}")
-    return name, channels_last, "; ".join(said)
+        grounds.append(f"with channels last, {failed}")
+    return name, channels_last, "; ".join(grounds)
 
 
 def _prefers_channels_last(alone: float | None, last: float | None) -> bool:

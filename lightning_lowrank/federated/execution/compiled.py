@@ -140,7 +140,7 @@ class CompiledSteps(OfTheRun):
             with torch.compiler.set_stance("fail_on_recompile"):
                 return self._run(known[1], inputs, tensors)
         except Exception as error:
-            self.give_up(_said(error))
+            self.give_up(_first_line(error))
             return None
         finally:
             self._logged.clear()
@@ -175,8 +175,8 @@ class CompiledSteps(OfTheRun):
             one = apply_to_collection(skeleton, _Slot, lambda _: next(given))
             # Copies, because a step changes buffers in place.
             values = {**trained, **{name: value.clone() for name, value in buffers.items()}}
-            held = {_PREFIX + name: value for name, value in values.items()}
-            loss, left = functional_call(client, held, (one, steps.number, objective, values, state, list(buffers)))
+            prefixed = {_PREFIX + name: value for name, value in values.items()}
+            loss, left = functional_call(client, prefixed, (one, steps.number, objective, values, state, list(buffers)))
             found = dict(logged)
             logged.clear()
             return loss, (found, left)
@@ -279,6 +279,6 @@ def tensors_in(tree: Any) -> list[Tensor]:
     return found
 
 
-def _said(error: Exception) -> str:
+def _first_line(error: Exception) -> str:
     text = re.split(r" Explanation| Hint| Set TORCH", " ".join(str(error).split()))[0]
     return f"{type(error).__name__}: {text[:300]}"

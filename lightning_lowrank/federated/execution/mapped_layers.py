@@ -140,8 +140,8 @@ class StackedProducts(TorchFunctionMode):
     def _refuse_to_tear_apart(self, changed: Tensor) -> None:
         storage = storage_key(changed)
         for pair in self._copies:
-            held = [tensor for tensor in (each() for each in pair) if tensor is not None]
-            if len(held) == 2 and storage in map(storage_key, held):
+            alive = [tensor for tensor in (each() for each in pair) if tensor is not None]
+            if len(alive) == 2 and storage in map(storage_key, alive):
                 raise NotImplementedError("one of a tensor and its view() is changed in place, and both are used")
 
 

@@ -48,10 +48,10 @@ class Sequential(Execution):
             try:
                 return changed(*arguments, **keywords)
             except RuntimeError as error:
-                told = explained(error, self.module)
-                if told is error:
+                explanation = explained(error, self.module)
+                if explanation is error:
                     raise
-                raise told from error
+                raise explanation from error
 
         return with_channels_last
 
@@ -76,8 +76,8 @@ class Sequential(Execution):
 
     def _present(self) -> Mapping[str, Tensor]:
         """The module's present tensors under the names of the live ones."""
-        held = {**dict(self.module.named_parameters(remove_duplicate=False)), **dict(self.module.named_buffers())}
-        return {name: held.get(name, value) for name, value in self.live.items()}
+        tensors = {**dict(self.module.named_parameters(remove_duplicate=False)), **dict(self.module.named_buffers())}
+        return {name: tensors.get(name, value) for name, value in self.live.items()}
 
     def before_step(self) -> None:
         """Call the method's `before_step`; first refuse gradients of parameters that were frozen at the start."""

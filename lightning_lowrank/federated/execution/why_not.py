@@ -80,9 +80,9 @@ def cause_of(error: Exception) -> str:
     """The likely cause in the training step of an error that torch raised."""
     if isinstance(error, DiffersBetweenClients):
         return str(error)
-    said = str(error).strip().split("\n")[0][:200]
-    sentence = next((sentence for sign, sentence in _CAUSES if re.search(sign, said)), "")
-    return f"{sentence}; torch says: {said}" if sentence else f"{type(error).__name__}: {said}"
+    message = str(error).strip().split("\n")[0][:200]
+    sentence = next((sentence for sign, sentence in _CAUSES if re.search(sign, message)), "")
+    return f"{sentence}; torch says: {message}" if sentence else f"{type(error).__name__}: {message}"
 
 
 def updates(metric: str) -> str:

@@ -92,8 +92,8 @@ class SampleGradients:
                 f" every tensor in it; got {f'one of shape {wrong[0]}' if wrong else type(batch).__name__}: have the"
                 " collate function stack samples in a first dimension."
             )
-        held = dict(self._module.named_parameters())
-        parameters = {name: held[name].detach() for name in names}
+        all_parameters = dict(self._module.named_parameters())
+        parameters = {name: all_parameters[name].detach() for name in names}
         # In 16 bits, rounding would move a sum by more than one sample's clipped gradient.
         sums = {name: torch.zeros_like(value, dtype=_precise(value)) for name, value in parameters.items()}
         settings: dict[str, dict[str, Any]] = {}
@@ -173,9 +173,9 @@ class SampleGradients:
             # By plain autograd, which supports inputs that torch.func.grad does not, such as packed sequences.
             with torch.enable_grad():
                 values = {name: value.detach().requires_grad_() for name, value in parameters.items()}
-                loss, told = of_one(values, sample)
+                loss, logged_values = of_one(values, sample)
                 gradients = torch.autograd.grad(loss, list(values.values()), materialize_grads=True)
-            return dict(zip(values, gradients, strict=True)), told
+            return dict(zip(values, gradients, strict=True)), logged_values
 
         found = [each([tensor[row] for tensor in tensors]) for row in range(len(tensors[0]))]
         stacked = {name: torch.stack([of_sample[name] for of_sample, _ in found]) for name in parameters}
