@@ -169,7 +169,8 @@ def _export(parser: argparse.ArgumentParser, words: list[str]) -> None:
         }
     )
     if not weights:
-        raise misconfigured(f"no tensor's name begins with --prefix {options.prefix or ''!r}: {sorted(found)}")
+        names = sorted(name for name, value in found.items() if isinstance(value, torch.Tensor))
+        raise misconfigured(f"no tensor's name begins with --prefix {options.prefix!r}: they are {listed(names)}.")
     if options.output.exists() and options.output.samefile(options.checkpoint):
         raise misconfigured(f"{options.output} is the checkpoint itself: give another path to write to.")
     with replacing(options.output) as part:

@@ -26,7 +26,7 @@ from lightning_lowrank.interop.peft_export import (
     wrapped_tensors,
     write_adapter,
 )
-from lightning_lowrank.interop.peft_layout import Outline, check_path_and_module
+from lightning_lowrank.interop.peft_layout import Outline, check_folder, check_path_and_module
 from lightning_lowrank.layers import LayerSpec, dense_state_dict
 
 TRAINED_CHECKPOINTS = "TrainedCheckpoints"
@@ -109,6 +109,7 @@ def adapter_checkpoint(
     frozen weights: what has changed becomes part of the adapter.
     """
     import_extra("peft", "a PEFT adapter folder")
+    check_folder(Path(folder))
     checkpoint = _read(path, client)
     callbacks = checkpoint["callbacks"]
     described = callbacks["LowRank"].get("outline")
@@ -201,6 +202,9 @@ def _checked(path: str | Path, checkpoint: Any) -> dict[str, Any]:
     state, callbacks = checkpoint["state_dict"], checkpoint.get("callbacks") or {}
     if not isinstance(state, Mapping) or not all(isinstance(name, str) for name in state):
         raise misconfigured(f"{path} is no checkpoint of a Lightning trainer: its state_dict holds no tensors by name.")
+    if not any(isinstance(value, Tensor) for value in state.values()):
+        held = f"only {listed([f'{name}={value!r:.40}' for name, value in state.items()])}" if state else "nothing"
+        raise misconfigured(f"{path} holds no weights: its state_dict holds {held}. Use another checkpoint of the run.")
     if not isinstance(callbacks, Mapping):
         raise misconfigured(f"{path} is no checkpoint of a Lightning trainer: its callbacks have no states by name.")
     states = {name: callbacks.get(name) or {} for name in ("LowRank", "FederatedLoop", TRAINED_CHECKPOINTS)}
@@ -226,11 +230,17 @@ def _read(path: str | Path, client: int | str | None) -> dict[str, Any]:
                 " save_hyperparameters(ignore=[...]). If you trust the file, read it inside"
                 " torch.serialization.safe_globals([...]) with these classes and functions."
             ) from error
+        with open(path, "rb") as file:
+            start = file.read(2)
+        if start != b"PK" and not start.startswith(b"\x80"):
+            what = "torch.save has not written it" if start else "it is empty"
+            raise misconfigured(f"{path} is no checkpoint: {what}. Use the .ckpt file of a run.") from error
         # Torch says first how to read the file without its protection, and then what is wrong.
         lines = str(error).rpartition("WeightsUnpickler error: ")[2].strip().splitlines()
+        said = f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
         raise misconfigured(
-            f"{path} cannot be read: it is cut short or damaged, or no checkpoint ({type(error).__name__}:"
-            f" {lines[0] if lines else 'no reason'}). Use another checkpoint of the run."
+            f"{path} cannot be read: it is cut short or damaged, or no checkpoint ({said}). Use another checkpoint of"
+            " the run."
         ) from error
     checkpoint = _checked(path, checkpoint)
     if client is not None:

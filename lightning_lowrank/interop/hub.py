@@ -17,7 +17,7 @@ from typing import Any
 from lightning_lowrank.configuration import misconfigured
 from lightning_lowrank.extras import import_extra
 from lightning_lowrank.interop.files import replacing
-from lightning_lowrank.interop.peft_layout import CONFIG_FILE, WEIGHTS_FILE
+from lightning_lowrank.interop.peft_layout import CONFIG_FILE, WEIGHTS_FILE, check_folder
 
 CARD_FILE = "README.md"
 _FILES = (CONFIG_FILE, WEIGHTS_FILE, CARD_FILE)
@@ -61,6 +61,7 @@ def push_adapter(
     """
     hub = import_extra("huggingface_hub", "push_adapter")
     folder = Path(folder)
+    check_folder(folder, "export_adapter(module, folder) writes one")
     config = _config_of(folder)
     card = folder / CARD_FILE
     if figures or not card.exists():
@@ -109,13 +110,14 @@ def pull_adapter(
         huggingface_hub.errors.HfHubHTTPError: If there is no such repository, or no access to it.
     """
     hub = import_extra("huggingface_hub", "pull_adapter")
+    folder = Path(folder)
+    check_folder(folder)
     found = Path(
         hub.snapshot_download(
             repository, revision=revision, token=token, endpoint=endpoint, allow_patterns=list(_FILES)
         )
     )
     _config_of(found, repository)
-    folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
     # Without its configuration a folder is refused, so that new weights are never read with an old one.
     (folder / CONFIG_FILE).unlink(missing_ok=True)

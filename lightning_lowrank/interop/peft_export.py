@@ -29,6 +29,7 @@ from lightning_lowrank.interop.peft_layout import (
     WEIGHTS_FILE,
     LayerOutline,
     Outline,
+    check_folder,
     check_path_and_module,
     outline,
     trained_in_fits,
@@ -104,6 +105,7 @@ def export_adapter(
 
     import_extra("peft", "export_adapter")
     check_path_and_module("export_adapter(module, folder)", folder, module)
+    check_folder(Path(folder))
     wrapped = any(hasattr(part, "get_base_layer") or hasattr(part, "peft_config") for part in module.modules())
     described = None if wrapped else outline(module)
     if described is not None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import re
 from collections.abc import Callable, Mapping, Sequence
@@ -24,6 +25,7 @@ from lightning_lowrank.interop.peft_layout import (
     PREFIX,
     WEIGHTS_FILE,
     LayerOutline,
+    check_folder,
     check_path_and_module,
     module_names,
     outline,
@@ -42,6 +44,8 @@ _PLAIN = """
     init_lora_weights loftq_config eva_config corda_config lora_ga_config
 """
 _MOST_ALTERNATIVES = 20
+_MOST_PATTERNS = 5000
+_Matchers = list[tuple[re.Pattern[str], Any]]
 
 
 @dataclass(frozen=True)
@@ -97,6 +101,7 @@ def import_adapter(folder: str | Path, module: nn.Module, *, prefix: str | None 
     check_path_and_module("import_adapter(folder, module)", folder, module)
     refuse_wrapped(module, "call load_adapter(folder, name) of the model that PEFT wrapped")
     import_extra("peft", "import_adapter")
+    check_folder(Path(folder), "lightning_lowrank.pull_adapter(repository, folder) downloads an adapter from the hub")
     found, rest, config = _read(Path(folder))
     root = _root(module, list(found), prefix)
     adapters = {root + name: adapter for name, adapter in found.items()}
@@ -222,7 +227,18 @@ def _read(folder: Path) -> tuple[dict[str, _Adapter], dict[str, Tensor], Any]:
             rest[name.replace(".base_layer.", ".").replace(".modules_to_save.", ".")] = value
     if not factors:
         raise misconfigured(f"{folder / WEIGHTS_FILE} holds no LoRA factors.")
-    adapters = {name: _adapter(name, parts, name in embeddings, config) for name, parts in factors.items()}
+    ranks, alphas = _matchers(config.rank_pattern), _matchers(config.alpha_pattern)
+    adapters = {
+        name: _adapter(
+            name,
+            parts,
+            name in embeddings,
+            _by_pattern(ranks, name, config.r),
+            _by_pattern(alphas, name, config.lora_alpha),
+            config.use_rslora,
+        )
+        for name, parts in factors.items()
+    }
     return adapters, rest, config
 
 
@@ -235,6 +251,9 @@ def _read_config(folder: Path) -> Any:
     if not path.is_file():
         raise misconfigured(f"{folder} is not a PEFT adapter folder: it holds no {CONFIG_FILE}.")
     try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+        if not isinstance(content, dict):
+            raise misconfigured(f"{path} is no JSON object, but {content!r:.99}: PEFT writes an object of settings.")
         fields = LoraConfig.from_json_file(str(path))
         kind = fields.get("peft_type")
         config = LoraConfig.from_peft_type(**fields) if kind == "LORA" else None
@@ -265,10 +284,14 @@ def _check_types(path: Path, config: Any) -> None:
         return isinstance(value, kinds) and not isinstance(value, bool) and 0 <= value < math.inf
 
     def are_names(value: Any) -> bool:
-        return value is None or (isinstance(value, list) and all(isinstance(each, str) for each in value))
+        return value is None or (isinstance(value, (list, set)) and all(isinstance(each, str) for each in value))
 
     rank = (lambda value: is_number(value, int) and value > 0, "a whole number above 0, such as 8")
     alpha = (lambda value: is_number(value) and value > 0, "a number above 0, such as 16")
+    targets = (
+        lambda value: isinstance(value, str) or are_names(value),
+        'null, a regular expression or a list of names, such as ["q_proj", "v_proj"]',
+    )
     wanted: dict[str, tuple[Callable[[Any], bool], str]] = {
         "r": rank,
         "lora_alpha": alpha,
@@ -278,6 +301,8 @@ def _check_types(path: Path, config: Any) -> None:
         ),
         "use_rslora": (lambda value: value is None or isinstance(value, bool), "true or false"),
         "bias": (lambda value: value in ("none", "all", "lora_only"), "'none', 'all' or 'lora_only'"),
+        "target_modules": targets,
+        "exclude_modules": targets,
         "modules_to_save": (are_names, 'null or a list of names, such as ["head"]'),
         "rank_pattern": (lambda value: not value or isinstance(value, dict), "an object of layers' names"),
         "alpha_pattern": (lambda value: not value or isinstance(value, dict), "an object of layers' names"),
@@ -286,7 +311,13 @@ def _check_types(path: Path, config: Any) -> None:
         if not fits(value := getattr(config, name)):
             raise misconfigured(f"{path} has {name}={value!r:.99}, and PEFT writes {remedy}.")
     for name, (fits, remedy) in (("rank_pattern", rank), ("alpha_pattern", alpha)):
-        for pattern, value in (getattr(config, name) or {}).items():
+        patterns = getattr(config, name) or {}
+        if len(patterns) > _MOST_PATTERNS:
+            raise misconfigured(
+                f"{path} has {len(patterns):,} keys in {name}, and {_MOST_PATTERNS:,} are read at most: leave out those"
+                " that match no layer of the folder."
+            )
+        for pattern, value in patterns.items():
             if not fits(value):
                 raise misconfigured(f"{path} has {name}[{pattern!r:.99}]={value!r:.99}, and PEFT writes {remedy}.")
             reason = _why_not_matched(pattern)
@@ -315,25 +346,38 @@ def _why_not_matched(pattern: str) -> str:
     return ""
 
 
-def _adapter(name: str, parts: Mapping[str, Tensor], embedding: bool, config: Any) -> _Adapter:
+def _adapter(
+    name: str, parts: Mapping[str, Tensor], embedding: bool, rank: int, alpha: float, stabilized: bool
+) -> _Adapter:
     for which in ("A", "B"):
         if which not in parts:
             raise misconfigured(f"the folder lacks lora_{which} of layer {name!r}.")
+        if not _is_finite(parts[which]):
+            raise misconfigured(
+                f"lora_{which} of layer {name!r} in the folder holds NaN or infinity, as after a fit that diverged:"
+                " save an earlier state of the adapter."
+            )
     left, right = parts["B"], parts["A"]
-    rank = _by_pattern(config.rank_pattern, name, config.r)
-    alpha = _by_pattern(config.alpha_pattern, name, config.lora_alpha)
     if left.dim() != right.dim() or left.dim() < 2 or left.shape[1] != right.shape[0] or right.shape[0] != rank:
         raise misconfigured(
             f"the factors of layer {name!r} do not fit: lora_A has shape {tuple(right.shape)}, lora_B"
             f" {tuple(left.shape)}, and the rank is {rank}."
         )
-    return _Adapter(left, right, alpha, alpha / (math.sqrt(rank) if config.use_rslora else rank), embedding)
+    return _Adapter(left, right, alpha, alpha / (math.sqrt(rank) if stabilized else rank), embedding)
 
 
-def _by_pattern(patterns: Mapping[str, Any] | None, name: str, otherwise: Any) -> Any:
-    from peft.utils.other import get_pattern_key
+def _is_finite(value: Tensor) -> bool:
+    # torch.isfinite has no kernels for some types of 8 bits.
+    return bool(torch.isfinite(value.float()).all())
 
-    return (patterns or {}).get(get_pattern_key(list(patterns or ()), name), otherwise)
+
+def _matchers(patterns: Mapping[str, Any] | None) -> _Matchers:
+    """The patterns, each compiled once, in which peft.utils.other.get_pattern_key looks for a layer's name."""
+    return [(re.compile(rf"(.*\.)?({pattern})$"), value) for pattern, value in (patterns or {}).items()]
+
+
+def _by_pattern(matchers: _Matchers, name: str, otherwise: Any) -> Any:
+    return next((value for matcher, value in matchers if matcher.match(name)), otherwise)
 
 
 def _root(module: nn.Module, names: Sequence[str], prefix: str | None) -> str:
@@ -404,6 +448,12 @@ def _check_rest(module: nn.Module, root: str, rest: Mapping[str, Tensor], folder
         if target.shape != value.shape:
             raise misconfigured(
                 f"{folder} holds {name} of shape {tuple(value.shape)}, and the module's has {tuple(target.shape)}."
+            )
+        # A buffer, such as an attention's mask, may hold infinity.
+        if isinstance(target, nn.Parameter) and not _is_finite(value):
+            raise misconfigured(
+                f"{name} in {folder} holds NaN or infinity, as after a fit that diverged: save an earlier state of the"
+                " adapter."
             )
 
 

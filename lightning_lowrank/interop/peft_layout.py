@@ -11,6 +11,7 @@ import math
 import os
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any
 
 from torch import nn
@@ -221,6 +222,14 @@ def check_path_and_module(call: str, path: Any, module: Any) -> None:
                 f"{call} takes a path and a module{swapped}, and where {what} is wanted it was given a value of type"
                 f" {type(value).__name__}."
             )
+
+
+def check_folder(folder: Path, missing: str = "") -> None:
+    """Raise if an adapter's folder is a file, or does not exist where ``missing`` says what to do then."""
+    if folder.exists() and not folder.is_dir():
+        raise misconfigured(f"{folder} is a file, and an adapter is a folder: give the path of a folder.")
+    if missing and not folder.exists():
+        raise misconfigured(f"there is no folder {folder}: {missing}.")
 
 
 def refuse_wrapped(module: nn.Module, remedy: str) -> None:

@@ -58,7 +58,7 @@ def test_a_prefix_is_an_attribute_with_or_without_its_dot(tmp_path, prefix):
     torch.save({"state_dict": tensors}, tmp_path / "run.ckpt")
     main(["export", str(tmp_path / "run.ckpt"), str(tmp_path / "out"), "--prefix", prefix])
     assert list(load_file(tmp_path / "out")) == ["body.weight"]
-    with pytest.raises(SystemExit, match=r"--prefix.*'net'"):
+    with pytest.raises(SystemExit, match=r"--prefix.*'net'.*network\.body\.weight, networks\.weight"):
         main(["export", str(tmp_path / "run.ckpt"), str(tmp_path / "other"), "--prefix", "net"])
 
 
@@ -111,15 +111,18 @@ def saved(content):
         (lambda path: None, "no such file"),
         (lambda path: path.mkdir(), "a folder: give the"),
         (os.mkfifo, "no such file"),
-        (lambda path: path.write_text("a: 1"), "IndexError"),
-        (lambda path: path.write_text("hello"), "KeyError"),
-        (lambda path: path.write_bytes(bytes(range(256))), "cannot be read"),
+        (lambda path: path.write_text("a: 1"), "no checkpoint: torch.save has not written it"),
+        (lambda path: path.write_text("hello"), "no checkpoint: torch.save has not written it"),
+        (lambda path: path.touch(), "no checkpoint: it is empty"),
+        (lambda path: path.write_bytes(bytes(range(256))), "no checkpoint: torch.save has not written it"),
         (lambda path: path.write_bytes(pickle.dumps({"state_dict": WEIGHTS})), "cannot be read"),
         (saved(WEIGHTS), r"no state_dict.*load_state_dict"),
         (saved({"epoch": 3}), "no state_dict"),
         (saved({"state_dict": None}), "its state_dict"),
         (saved({"state_dict": [1]}), "its state_dict"),
         (saved({"state_dict": {1: torch.ones(2)}}), "its state_dict"),
+        (saved({"state_dict": {"steps": 3}}), "holds no weights: its state_dict holds only steps=3"),
+        (saved({"state_dict": {}}), "holds no weights: its state_dict holds nothing"),
         (saved({"state_dict": WEIGHTS, "callbacks": [1]}), "its callbacks"),
         (saved({"state_dict": WEIGHTS, "callbacks": {"LowRank": 3}}), "state of LowRank.*3"),
         (saved({"state_dict": WEIGHTS, "callbacks": {"LowRank": {"layers": [{}], "outline": {}}}}), "state of LowRank"),

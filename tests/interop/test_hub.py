@@ -209,6 +209,12 @@ def test_the_command_writes_the_runs_figures(tmp_path, hub, capsys):
 def test_what_is_no_adapter_is_refused(tmp_path, hub):
     with pytest.raises(MisconfigurationException, match=r"adapter_config\.json"):
         push_adapter(tmp_path, "me/mood", endpoint=hub)
+    with pytest.raises(MisconfigurationException, match=r"no folder .*none"):
+        push_adapter(tmp_path / "none", "me/mood", endpoint=hub)
+    (file := tmp_path / "file").write_text("kept")
+    for call in (lambda: push_adapter(file, "me/mood", endpoint=hub), lambda: pull_adapter("me/x", file, endpoint=hub)):
+        with pytest.raises(MisconfigurationException, match=r"file is a file.*folder"):
+            call()
     assert not Hub.asked
     Hub.repositories["me/other"] = {"adapter_config.json": b"{}", "adapter_model.bin": b""}
     kept = adapter(tmp_path / "kept")[1]

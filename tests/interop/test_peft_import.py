@@ -200,6 +200,12 @@ def rewrite(folder, config=None, **tensors):
         ({"use_rslora": "no"}, {}, "use_rslora='no'.*true or false"),
         ({"bias": True}, {}, "bias=True.*lora_only"),
         ({"modules_to_save": "2"}, {}, "modules_to_save='2'.*list of names"),
+        ({"target_modules": 3}, {}, "target_modules=3.*list of names"),
+        ({"exclude_modules": 3}, {}, "exclude_modules=3.*list of names"),
+        ({}, {"0.lora_A.weight": torch.full((2, 6), torch.nan)}, "lora_A of layer '0'.*NaN"),
+        ({}, {"0.lora_B.weight": torch.full((5, 2), torch.inf)}, "lora_B of layer '0'.*infinity"),
+        ({}, {"2.weight": torch.full((4, 5), torch.nan)}, r"2\.weight.*NaN"),
+        ({"rank_pattern": {f"x{number}": 2 for number in range(5001)}}, {}, "5,001 keys in rank_pattern"),
         ({"rank_pattern": ["0"]}, {}, r"rank_pattern=\['0'\].*an object"),
         ({"rank_pattern": {"0": "2"}}, {}, r"rank_pattern\['0'\]='2'.*whole number"),
         ({"alpha_pattern": {"0": [2]}}, {}, r"alpha_pattern\['0'\]=\[2\].*a number"),
@@ -263,6 +269,9 @@ def test_pickles_are_never_read(saved, tmp_path):
     (saved / "adapter_config.json").write_text("{")
     with pytest.raises(MisconfigurationException, match=r"adapter_config\.json.*JSON"):
         import_adapter(saved, plain())
+    (saved / "adapter_config.json").write_text('[{"r": 8}]')
+    with pytest.raises(MisconfigurationException, match=r"adapter_config\.json is no JSON object.*'r': 8"):
+        import_adapter(saved, plain())
     with pytest.raises(MisconfigurationException, match=r"PEFT.*adapter_config\.json"):
         import_adapter(tmp_path, plain())
 
@@ -323,7 +332,7 @@ def test_patterns_of_names_match_as_peft_matches_them():
         assert not peft_import._why_not_matched(pattern)
         for name in names:
             matches = get_pattern_key([pattern], name) == pattern
-            assert peft_import._by_pattern({pattern: 3}, name, 1) == (3 if matches else 1)
+            assert peft_import._by_pattern(peft_import._matchers({pattern: 3}), name, 1) == (3 if matches else 1)
 
 
 def test_the_slowest_pattern_that_is_matched_ends_soon():
@@ -331,8 +340,28 @@ def test_the_slowest_pattern_that_is_matched_ends_soon():
     pattern, name = f"{group}{group}.*.*b", "a" * 200 + ".aaa" * 10
     assert not peft_import._why_not_matched(pattern)
     began = time.process_time()
-    assert peft_import._by_pattern({pattern: 3}, name, 1) == 1
+    assert peft_import._by_pattern(peft_import._matchers({pattern: 3}), name, 1) == 1
     assert time.process_time() - began < 5
+
+
+def test_a_missing_folder_and_a_file_in_place_of_one_are_refused(tmp_path):
+    file, none = tmp_path / "adapter.safetensors", tmp_path / "none"
+    file.write_text("kept")
+    converted = plain()
+    convert(converted, MatrixProduct(), rank=2)
+    checkpoint = tmp_path / "run.ckpt"
+    torch.save({"state_dict": plain().state_dict()}, checkpoint)
+    for call in (
+        lambda: import_adapter(file, plain()),
+        lambda: export_adapter(converted, file),
+        lambda: adapter_checkpoint(checkpoint, file),
+    ):
+        with pytest.raises(MisconfigurationException, match=f"{file} is a file"):
+            call()
+    with pytest.raises(MisconfigurationException, match=f"no folder {none}.*pull_adapter"):
+        import_adapter(none, plain())
+    assert file.read_text() == "kept"
+    assert not none.exists()
 
 
 @pytest.mark.parametrize("call", [import_adapter, export_adapter, load_dense])
