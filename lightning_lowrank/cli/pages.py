@@ -96,7 +96,8 @@ class Table(list[Column]):
         head, *rows = ([_html(cell).replace("\n", "<br>") for cell in row] for row in self._rows())
         titles = "".join(f'<th scope="col"{kind}>{cell}</th>' for kind, cell in zip(kinds, head, strict=True))
         body = "\n".join(
-            # A narrow column breaks a figure before its deviation or its brackets, so that wide tables fit the page.
+            # Let a narrow column break between a figure and its deviation or bracket only, so that wide tables fit the
+            # page.
             f"<tr>{''.join(f'<td{kind}>{cell}</td>' for kind, cell in zip(kinds, row, strict=True))}</tr>".replace(
                 " ± ", " ±&nbsp;"
             )

@@ -116,7 +116,7 @@ class _SaveRunConfig(SaveConfigCallback):
     def save_config(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         first, *others = trainer.loggers
         folders = {logger.log_dir for logger in others if isinstance(logger, CSVLogger)}
-        # Loggers may share a folder.
+        # Each folder once, because loggers may share one.
         for folder in folders - {getattr(first, "log_dir", None)}:
             Path(folder).mkdir(parents=True, exist_ok=True)
             self.parser.save(
@@ -142,7 +142,7 @@ def _write_below_root(trainer: Namespace) -> None:
         given = trainer.get(part)
         for each in given if isinstance(given, list) else [given]:
             folder = each.get(f"init_args.{argument}") if isinstance(each, Namespace) else None
-            # In a saved configuration the folder already begins with its root.
+            # In a saved configuration the folder already begins with the root.
             if folder and "://" not in str(folder) and not Path(folder).is_relative_to(root):
                 each[f"init_args.{argument}"] = str(Path(root, folder))
 
@@ -180,7 +180,7 @@ class RecipeParser(LightningArgumentParser):
         if self.exit_on_error and "JSONARGPARSE_DEBUG" not in os.environ:
             said = " ".join(_telling(message))
             said = said.replace("Expected a dot import path string:", "no class is known as")
-            # `seeds` is the only option of several words, and jsonargparse does not say which it could not iterate.
+            # Only `seeds` takes several words, and jsonargparse's message does not name the option.
             said = said.replace("'int' object is not iterable", "seeds must be a list such as [0, 1, 2]")
             self.exit(2, f"lightning-lowrank: {printable(with_suggestions(said))}\n")
         super().error(message, ex)
@@ -292,7 +292,7 @@ class LowRankCLI(SubcommandCLI):
         self.quiet = section.pop("quiet", False)
         if self.quiet:
             only_warnings()
-        # Lightning would read the hyperparameters in the checkpoint next.
+        # Check the file now, because Lightning next reads the hyperparameters in it.
         if section.get("ckpt_path") and Path(section["ckpt_path"]).is_file():
             check_whole(section["ckpt_path"])
         seeds = section.get("seeds")
@@ -334,7 +334,8 @@ class LowRankCLI(SubcommandCLI):
             # A trainer and its module refer to each other. jsonargparse keeps its last parser, and so both of them,
             # until another parser has run. Without this, the previous run's memory would add to this one's.
             gc.collect()
-        # The saved config describes one run. Other subcommands read it too, and have no `seeds`.
+        # Without `seeds`, because the saved configuration describes one run, and other subcommands that read it lack
+        # the option.
         section = _section(self.config)
         section.pop("seeds", None)
         _write_below_root(section["trainer"])
@@ -347,7 +348,8 @@ class LowRankCLI(SubcommandCLI):
         try:
             super().instantiate_classes()
         except ValueError as error:
-            # jsonargparse wraps a constructor's error once for every union of types around it.
+            # jsonargparse wraps a constructor's error once for every union of types around it, so look for the
+            # original.
             cause: BaseException | None = error
             while cause is not None:
                 *_, (frame, _line) = traceback.walk_tb(cause.__traceback__)

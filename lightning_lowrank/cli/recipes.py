@@ -14,9 +14,9 @@ from lightning_lowrank.configuration import misconfigured
 
 _PACKAGE = Path(__file__).parents[1]
 _PLACES = (_PACKAGE / "recipes", _PACKAGE.parent / "recipes")
-# Other values are inline configurations, URLs or standard input, which jsonargparse reads.
+# The form of a recipe's name or path. Other values, such as URLs or inline YAML, are left to jsonargparse.
 _NAME = re.compile(r"[\w.~][\w./\\~ -]*|/[\w./~ -]+")
-# Published figures, the input of recipes/results.py; not a recipe.
+# Not a recipe: published figures, which recipes/results.py reads.
 _NO_RECIPES = ("RESULTS",)
 _SIMILAR = 0.6
 _SHOWN = 3

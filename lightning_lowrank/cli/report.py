@@ -169,7 +169,7 @@ def report(
         return {group: curve(members, against, name) for group, members in groups.items()}
 
     page = Page(title, answers(groups, goal), notes, tables, draw(curves, metric, higher, target, budget, narrow=True))
-    # Names of files and metrics may contain escape sequences of terminals.
+    # Names of files and metrics may contain escape sequences for terminals, hence printable() below.
     lines = [title, "", *tables[""].text(), *[""] * bool(page.answers), *page.answers, *notes]
     written = _write(
         output,
@@ -196,7 +196,7 @@ def _write(folder: Path, files: Mapping[str, bytes]) -> list[Path]:
     folder.mkdir(parents=True, exist_ok=True)
     manifest.write_text("\n".join(sorted(earlier | files.keys())), "utf-8")
     for name in earlier - files.keys():
-        # Pictures of an earlier report would look like a part of this one.
+        # Leftover pictures of an earlier report would look like part of this one.
         if Path(name).name == name:
             (folder / name).unlink(missing_ok=True)
     for name, data in files.items():
@@ -237,7 +237,7 @@ class Goal:
         with np.errstate(over="ignore"):
             values, target = values.astype(np.float32), np.float32(self.target)
         places = np.flatnonzero(values >= target if self.higher else values <= target)
-        # A run that continues another one may have reached the target in that one.
+        # A run that continues another run may have reached the target there already.
         return None if not len(places) or (run.went_on and places[0] == 0) else int(rounds[places[0]]) + 1
 
     def until(self, run: Run, name: str, unit: float = 1) -> float | None:
@@ -354,7 +354,7 @@ def _clients(groups: Groups, goal: Goal) -> Table:
     table = Table()
     for title in dict.fromkeys(title for row in rows for title in row):
         texts = [row.get(title, "") for row in rows]
-        # Names may look like numbers.
+        # Only columns of figures have "/" in their name; clients' names may look like numbers.
         numbers = [as_number(text) for text in texts] if "/" in title else []
         texts = ["" if value is None or math.isnan(value) else f"{value:.4f}" for value in numbers] or texts
         table.append(Column(title, texts))
@@ -421,7 +421,7 @@ def _settings(groups: Groups) -> Table:
     runs = _all(groups)
     for name in dict.fromkeys(name for run in runs for name in run.software):
         if len({run.software.get(name) for run in runs}) > 1:
-            # "unknown" for runs whose folder has no versions: theirs may have differed.
+            # "unknown", because runs whose folder records no versions may have used other ones.
             made = [dict.fromkeys(run.software.get(name, "unknown") for run in group) for group in groups.values()]
             table.append(Column(f"{name}\nof the run", [", ".join(each) for each in made]))
     if others[_MOST_SETTINGS:]:

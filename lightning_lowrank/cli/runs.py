@@ -23,7 +23,7 @@ from lightning_lowrank.run_metadata import read_metadata, read_software
 
 _MOST_NAMED = 4
 _LONGEST_WORD = 40
-# Limits on what is read from a folder, which anyone may have written.
+# Limits for reading, because anyone may have written the folder.
 _MOST_ROUNDS = 2**31
 _MOST_CELLS = 200_000_000
 _MOST_COLUMNS = 10_000
@@ -33,11 +33,11 @@ _LONGEST_LINE = 2**20
 _LARGEST_CONFIG = 2**20
 _MOST_NODES = 20_000
 _DEEPEST = 100
-# Settings that differ between all runs, or have a column of their own.
+# Settings that differ between all runs, or that have a column of their own.
 _NOT_NAMED = ("seed_everything", "ckpt_path", "trainer.logger", "trainer.default_root_dir")
-# Arguments that only set where a run writes.
+# Arguments that only set where a run writes files.
 _PLACES = ("trainer.logger", "trainer.default_root_dir", "trainer.callbacks.init_args.dirpath")
-# Preference if several settings distinguish the same runs.
+# Preference among settings that distinguish the same runs.
 _TELLING = ("federated.init_args.algorithm", "federated.algorithm", "lowrank", "federated", "model", "data")
 _VERSION = re.compile(r"version_\d+")
 _OF_A_ROUND = ("comm/", "federated/", "system/", "convergence/")
@@ -192,7 +192,7 @@ def as_number(text: Any) -> float | None:
 
 def mean_and_deviation(values: Any) -> tuple[Any, Any]:
     """The mean and the sample standard deviation (n − 1) of two or more values, over the first axis of an array."""
-    # A run that diverged makes both figures not a number. The table shows that, so NumPy need not warn.
+    # A diverged run makes both figures NaN. The table shows that, so NumPy need not warn.
     with np.errstate(invalid="ignore", over="ignore"):
         mean, deviation = np.mean(values, axis=0), np.std(values, axis=0, ddof=1)
     return (mean, deviation) if np.ndim(mean) else (float(mean), float(deviation))
@@ -209,7 +209,7 @@ def find_runs(paths: Sequence[Path]) -> list[Run]:
     """
     folders: list[Path] = []
     for path in paths:
-        # Not a pipe or a device: reading would not end.
+        # is_file() excludes pipes and devices, whose reading would not end.
         found = sorted(file.parent for file in path.resolve().rglob("metrics.csv") if file.is_file())
         if not found:
             raise misconfigured(
@@ -373,7 +373,7 @@ def _expanded(node: yaml.Node, known: dict[int, float]) -> float:
         known[id(node)] = math.inf
         parts = node.value if isinstance(node, yaml.CollectionNode) else []
         parts = [part for pair in parts for part in pair] if isinstance(node, yaml.MappingNode) else parts
-        # A long text that is repeated counts by its length.
+        # A long text counts by its length, because aliases may repeat it.
         own = 1 + len(node.value) // 64 if isinstance(node, yaml.ScalarNode) else 1
         known[id(node)] = own + sum(_expanded(part, known) for part in parts)
     return known[id(node)]
@@ -504,7 +504,7 @@ def short_names(groups: Sequence[Sequence[Run]]) -> list[str]:
     count = Counter(names)
     for number, name in enumerate(names):
         if count[name] > 1:
-            # A folder's name may equal another run's short name.
+            # A folder's name may equal another group's short name.
             numbered = (f"{name}, run {repeat}" for repeat in itertools.count(1))
             names[number] = next(each for each in numbered if each not in count)
             count[names[number]] = 1
@@ -583,7 +583,7 @@ def differing(groups: Sequence[Sequence[Run]]) -> list[str]:
 def _differences(groups: Sequence[Sequence[Run]]) -> list[str]:
     """For each group, a short text of the settings that distinguish it from the others."""
     flat = [group[0].settings for group in groups]
-    # Redundant: the factorization's class shows that layers are converted.
+    # Left out: the factorization's class already shows that layers are converted.
     paths = [path for path in differing(groups) if path not in ("lowrank", "lowrank.class_path")]
     values = {path: [repr(each.get(path)) for each in flat] for path in paths}
     chosen: list[str] = []
@@ -593,7 +593,7 @@ def _differences(groups: Sequence[Sequence[Run]]) -> list[str]:
         return len(set(zip(known, values[path], strict=True)))
 
     while len(chosen) < _MOST_NAMED:
-        # A class's arguments differ with it, so classes come first.
+        # Classes first, because their arguments differ together with them.
         for candidates in ([path for path in paths if path.endswith("class_path")], paths):
             best = max(candidates, key=kinds, default=None)
             if best is not None and kinds(best) > len(set(known)):
@@ -611,7 +611,7 @@ def _words(settings: dict[str, Any], paths: Sequence[str]) -> str:
     if given:
         named = ["" if path.endswith("class_path") else f"{argument(path)}=" for path in given]
         return ", ".join(name + setting_text(path, settings[path]) for name, path in zip(named, given, strict=True))
-    # A run without settings cannot be compared by a missing setting.
+    # A run without any settings is not described by a missing setting.
     if not paths or not settings:
         return ""
     return "dense" if paths[0].startswith("lowrank") else f"no {argument(paths[0])}"
@@ -644,7 +644,7 @@ def _common_parts(group: Sequence[Run]) -> tuple[str, ...]:
     behind = _shared([part[ahead:][::-1] for part in parts])
     stop = len(parts[0]) - behind
     inner = ["/".join(part[ahead : len(part) - behind]) for part in parts]
-    # Numbers that differ are not split between digits.
+    # Keep numbers whole rather than splitting them between digits.
     start = inner[0][: _shared(inner)].rstrip("0123456789")
     braces = f"{start}{{{','.join(text[len(start) :] for text in inner)}}}"
     return (*parts[0][:ahead], braces, *parts[0][stop:])

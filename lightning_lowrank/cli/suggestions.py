@@ -364,7 +364,7 @@ def _hints(path: str) -> Mapping[str, Any]:
 def _arguments(match: re.Match[str]) -> tuple[str, Iterable[str]]:
     """The parameters of the class in whose section the match lies."""
     paths = _CLASS_PATH.findall(match.string[: match.start()])
-    # For a class that is called later, the message has the class path after the match.
+    # For a class that is called later, the class path follows the match in the message.
     if "expects a function" in match.string[: match.start()]:
         paths += _CLASS_PATH.findall(match.string[match.end() :])[:1]
     known = _parameters(paths[-1]) if paths else ()

@@ -181,7 +181,7 @@ class LEAF(ClientArrays):
         return (user(file, *entry) for file in files for entry in self._parsed(file, users))
 
     def _inputs(self, name: Any, inputs: Any) -> np.ndarray:
-        # A feature may be integers for one user and fractions for another.
+        # A feature may be integers for one user and fractions for another, so convert all.
         found = super()._inputs(name, inputs)
         return found if self.encode is not None else found.astype(np.float32)
 

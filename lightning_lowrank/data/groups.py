@@ -107,7 +107,7 @@ class EmbeddingGroups(Configured):
         """The texts' embeddings, float32, ``(samples, width)``, on the CPU."""
         library = import_extra("transformers", type(self).__name__)
         try:
-            # A pooler that the checkpoint lacks would be drawn from torch's global generator.
+            # Weights that the checkpoint lacks, such as a pooler's, are drawn from torch's global generator.
             with torch.random.fork_rng(devices=[]):
                 encoder = library.AutoModel.from_pretrained(self.model).to(self.device).eval()
         except (OSError, ValueError, RuntimeError) as error:

@@ -109,7 +109,7 @@ class HuggingFaceImages(OwnImages):
         image, label = self._image_column(dataset.features, source), self._label_column(dataset.features, source)
         names = self._class_names(dataset, label, source)
         if argument == "train":
-            # The other splits have the same columns and classes.
+            # Fixed here, because the other splits must have the same columns and classes.
             self._columns = image, label
             kind, found = dataset.features[label], set(names)
             if isinstance(kind, self._datasets.ClassLabel):

@@ -195,7 +195,7 @@ class Instructions(TextSplits):
         else:
             found = self._answers(tokenizer, table)
         cut = [(ids[: self.max_length], answered[: self.max_length]) for ids, answered in found]
-        # No token predicts the first token.
+        # A text's first token is never predicted, so it does not count.
         kept = [row for row, (_, answered) in enumerate(cut) if any(answered[1:])]
         if not kept:
             raise MisconfigurationException(

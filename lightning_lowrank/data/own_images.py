@@ -114,7 +114,7 @@ class OwnImages(VisionDataModule):
                 raise MisconfigurationException(f"{name} must have {channels} values, one per channel, got {values}")
         self.channels, self.test_share, self.memory_limit = channels, test_share, memory_limit
         self._given = mean, std
-        # An instance attribute here; other data sets have it on the class.
+        # Set on the instance; other datasets have ``mirror`` on the class.
         vars(self)["mirror"] = mirror
         self._pictures: dict[str, Pictures] = {}
 
@@ -198,7 +198,7 @@ class OwnImages(VisionDataModule):
     def _pixels(self, pictures: Pictures, row: int) -> Tensor:
         try:
             with pictures.open(row) as image:
-                # Pillow would cut off what is above 255.
+                # Pillow would cut off values above 255.
                 if image.mode == "F" or image.mode.startswith("I"):
                     raise MisconfigurationException(
                         f"{pictures.place(row)} has pixels of mode {image.mode!r}, and images of 8 bits in each channel"

@@ -168,7 +168,7 @@ def read_table(path: Path, names: Sequence[str] | None = None) -> Table:
         return table_of(rows, str(path), first_line=1)
     if path.suffix == ".csv":
         cells = _csv_cells(text, path)
-        # A quoted cell may hold line ends, so that rows and lines differ.
+        # A quoted cell may contain line breaks, so row numbers differ from line numbers.
         first_line = None
     else:
         cells, first_line = [line.rstrip("\r").split("\t") for line in lines], 1

@@ -32,7 +32,7 @@ from lightning_lowrank.layers import LayerSpec, dense_state_dict
 TRAINED_CHECKPOINTS = "TrainedCheckpoints"
 """Key of `TrainedCheckpoints`' state in a checkpoint: digests of what it leaves out."""
 
-# Parameters that PEFT's methods have put beside or around a layer.
+# Names of parameters that PEFT's methods add to or wrap around a layer.
 _ADAPTER = re.compile(r"\.(base_layer|modules_to_save|lora_\w+|ia3_l|vera_lambda_\w|prompt_encoder)\b")
 
 
@@ -220,7 +220,7 @@ def _read(path: str | Path, client: int | str | None) -> dict[str, Any]:
     check_is_file(path)
     try:
         checkpoint = torch.load(path, map_location="cpu", weights_only=True)
-    # Of a file that is no checkpoint torch raises whatever its bytes lead to.
+    # A damaged file can make torch raise any error.
     except Exception as error:
         objects = _objects_in(path) if isinstance(error, pickle.UnpicklingError) else []
         if objects:
@@ -249,7 +249,7 @@ def _read(path: str | Path, client: int | str | None) -> dict[str, Any]:
             client = _id_of(client, loop.get("names", ()), path)
             server = loop.get("server", {})
             kept = server.get("clients", {})
-            # Some operators of FedLoRA make a pair for each client, which the server keeps.
+            # Some operators of FedLoRA make a pair for each client, which the server stores.
             given = server.get("state", {}).get("pairs", {})
             own = {
                 number: {**state.get("buffers", {}), **given.get(number, {}), **state.get("personal", {})}
@@ -326,7 +326,7 @@ def _refuse_unlike_judged(
         MisconfigurationException: If the model has other BatchNorm statistics, or is a part of the global one.
     """
     loop = checkpoint["callbacks"]["FederatedLoop"]
-    # The server of real sites writes none. It has no client's state, and no client's model is judged there.
+    # A server of real sites saves no fingerprint; it has no client's state and evaluates no personal model.
     fingerprint = loop.get("fingerprint")
     if fingerprint is None:
         return
@@ -371,7 +371,7 @@ def load_dense(path: str | Path, module: nn.Module, client: int | str | None = N
     state = dense_checkpoint(path, client, module)
     own = {_uncompiled(name): name for name in module.state_dict()}
     renamed = {own.get(_uncompiled(name), name): value for name, value in state.items()}
-    # The dictionary that is read has the versions of its layers too.
+    # load_state_dict() also reads the layers' versions from the original dictionary.
     module.load_state_dict(state if renamed.keys() == state.keys() else renamed)
     return module
 

@@ -23,7 +23,7 @@ def replacing(path: Path) -> Iterator[Path]:
     Raises:
         MisconfigurationException: If ``path`` is something else than a file, or cannot be written.
     """
-    # The file that a link points to is replaced, not the link.
+    # If ``path`` is a link, replace the file that it points to.
     target = path.resolve()
     part = target.with_name(f".{target.name}.{secrets.token_hex(8)}.part")
     try:
@@ -37,7 +37,7 @@ def replacing(path: Path) -> Iterator[Path]:
         finally:
             part.unlink(missing_ok=True)
     except (OSError, SafetensorError) as error:
-        # safetensors gives the error of the system as text.
+        # safetensors reports a system error as text only.
         full = any(isinstance(error, OSError) and error.errno == number for number in _FULL) or any(
             f"os error {number}" in str(error) for number in _FULL
         )

@@ -22,7 +22,7 @@ from lightning_lowrank.interop.peft_layout import CONFIG_FILE, WEIGHTS_FILE, che
 CARD_FILE = "README.md"
 _FILES = (CONFIG_FILE, WEIGHTS_FILE, CARD_FILE)
 _MARK = "<!-- written by lightning_lowrank {} -->"
-# Names on the hub. Others, such as paths and addresses, are no models of it.
+# The form of names on the hub; anything else, such as a path, is not linked as a base model.
 _HUB_NAME = re.compile(r"[\w.-]+(/[\w.-]+)?")
 
 
@@ -119,7 +119,7 @@ def pull_adapter(
     )
     _config_of(found, repository)
     folder.mkdir(parents=True, exist_ok=True)
-    # Without its configuration a folder is refused, so that new weights are never read with an old one.
+    # A folder without configuration is refused, so that new weights are never read with an old configuration.
     (folder / CONFIG_FILE).unlink(missing_ok=True)
     for name in (WEIGHTS_FILE, CARD_FILE, CONFIG_FILE):
         if (found / name).is_file():

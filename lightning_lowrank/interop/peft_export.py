@@ -37,9 +37,9 @@ from lightning_lowrank.interop.peft_layout import (
 from lightning_lowrank.layers import CoreProduct, low_rank_layers
 from lightning_lowrank.lora.adapters import Adapter, find_adapters
 
-# What PEFT puts into the names of the layers that it wraps.
+# Parts that PEFT inserts into the names of wrapped layers.
 _WRAPPING = re.compile(r"\.?(base_layer|original_module)\b")
-# PEFT's starts that take the first product out of the base weight.
+# Initialisations of PEFT that subtract the first product from the base weight.
 _TAKEN_OUT = ("pissa", "olora", "corda", "lora_ga")
 _DENSE = "export dense weights instead, as `lightning-lowrank export` does by default"
 _PART = (
@@ -291,7 +291,7 @@ def _with_changes(
 def _factors_of(total: Tensor, weight: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """``B`` and ``A`` with the product ``total``, up to the rounding error of a change of ``weight``."""
     left, values, right = torch.linalg.svd(total, full_matrices=False)
-    # The norm of a matrix of independent roundings of single precision (Davidson and Szarek, 2001, Theorem II.13).
+    # The norm of a matrix of independent single-precision rounding errors (Davidson and Szarek, 2001, Theorem II.13).
     rounding = torch.finfo(torch.float32).eps * float(weight.abs().max()) * sum(math.sqrt(side) for side in total.shape)
     rank = max(int((values > rounding).sum()), 1)
     roots = values[:rank].sqrt()
@@ -356,7 +356,7 @@ def export_wrapped(
     tensors = peft.get_peft_model_state_dict(network, adapter_name=adapter, save_embedding_layers=False)
     inner = _inner(network)
     inside = next(each for each, part in module.named_modules() if part is inner)
-    # Names in a model that only has adapters inside are relative to it. Prompts have no prefix.
+    # Names of an injected adapter lack PEFT's prefix. Prompts have no prefix.
     before = "" if isinstance(network, peft.PeftModel) else PREFIX
     tensors = {f"{before}{key}": value for key, value in tensors.items()}
     adapted: Collection[str] = ()
@@ -367,11 +367,11 @@ def export_wrapped(
                 f"init_lora_weights={config.init_lora_weights!r} changed the base weights when PEFT wrapped the model,"
                 f" {_PART}"
             )
-        # Loading the folder must not change the base weights again, nor draw what its ranks may not allow.
+        # Loading the folder must not change base weights again, nor draw an initialisation that fails for its ranks.
         config.init_lora_weights = True
         adapted = _put_changes(inner, adapter, config, tensors, base, sums, f"{inside}." if inside else "")
     if base is not None:
-        # Trained biases are written under their own names, those of modules to save under the names of before.
+        # Trained biases are written under their own names, modules to save under their original names.
         saved = (_WRAPPING.sub("", key.removeprefix(PREFIX)) for key in tensors)
         _check_unchanged(inner, base, {*(f"{layer}.weight" for layer in adapted), *saved})
     if not config.base_model_name_or_path:
@@ -382,7 +382,7 @@ def export_wrapped(
 def _wrapped(module: nn.Module) -> Any:
     """The model that PEFT wrapped, or into which PEFT injected adapters."""
     found = [(name, part) for name, part in module.named_modules() if hasattr(part, "peft_config")]
-    # PEFT's outermost part has the others' configurations too.
+    # PEFT's outermost module has the configurations of the inner ones.
     found = [
         each
         for each in found
@@ -412,7 +412,7 @@ def _chosen(network: Any, adapter: str | None) -> str:
         return adapter
     if len(configs) == 1:
         return configs[0]
-    # Of transformers' models it is a method.
+    # On transformers' models active_adapters is a method.
     found = [getattr(part, "active_adapters", None) for part in network.modules()]
     active = {name for names in found if isinstance(names, (list, tuple)) for name in names}
     chosen = [name for name in configs if name in active]
@@ -462,7 +462,7 @@ def _put_changes(
         ranks[layer] = len(A)
         alphas[layer] = math.sqrt(len(A)) if config.use_rslora else float(len(A))
     if ranks:
-        # One pattern for each layer: PEFT takes the first that matches, which may be one of the user's.
+        # A pattern for each layer, because PEFT uses the first that matches, and a user's pattern may match too.
         for layer, found in adapters.items():
             if layer not in ranks:
                 ranks[layer] = found.rank
@@ -531,12 +531,12 @@ def _write(folder: Path, config: Any, tensors: Mapping[str, Tensor]) -> Path:
     # A set has another order in each process.
     fields = {name: sorted(value) if isinstance(value, set) else value for name, value in config.to_dict().items()}
     fields["inference_mode"] = True
-    # safetensors refuses views, and tensors that share memory as those of tied layers do.
+    # Copies, because safetensors refuses views and tensors that share memory, as those of tied layers do.
     contents = {name: value.detach().cpu().contiguous().clone() for name, value in tensors.items()}
     with replacing(folder / CONFIG_FILE) as config_part, replacing(folder / WEIGHTS_FILE) as weights_part:
         safetensors.torch.save_file(contents, weights_part, metadata={"format": "pt"})
         config_part.write_text(json.dumps(fields, indent=2, sort_keys=True) + "\n", encoding="utf-8")
-        # Without its configuration a folder is refused, so that new weights are never read with an old one.
+        # A folder without configuration is refused, so that new weights are never read with an old configuration.
         (folder / CONFIG_FILE).unlink(missing_ok=True)
     return folder
 

@@ -169,7 +169,7 @@ def _assignments(layers: Mapping[str, LowRankLayer], adapters: Mapping[str, _Ada
         factors = [adapter.B.flatten(1), adapter.A.flatten(1).T]
         own = {**dict(layer.factors.items()), **dict(layer.fixed.items())}
         layer.unmerge()
-        # U takes the ratio on either side: tied layers, which share U, have it on different sides.
+        # The ratio goes to U in both orientations: tied layers share U, but use it on different sides.
         first, second = reversed(factors) if layer.first_is_input else factors
         values += [(own["U"], first.double() * ratio if ratio != 1 else first), (own["V"], second)]
     return values
@@ -223,7 +223,7 @@ def _read(folder: Path) -> tuple[dict[str, _Adapter], dict[str, Tensor], Any]:
         elif ".lora_" in name:
             raise misconfigured(f"{folder} holds {name}, which is not a factor of plain LoRA.")
         elif ".original_module." not in name:
-            # With bias="all", PEFT writes the biases of modules_to_save by the names of both copies as well.
+            # With bias="all", PEFT writes the biases of modules_to_save twice: under the names of both copies.
             rest[name.replace(".base_layer.", ".").replace(".modules_to_save.", ".")] = value
     if not factors:
         raise misconfigured(f"{folder / WEIGHTS_FILE} holds no LoRA factors.")

@@ -23,9 +23,9 @@ from lightning_lowrank.internals.torch import digest_of, own_children
 from lightning_lowrank.layers import CoreProduct, LowRankLayer, MatrixProduct, low_rank_layers
 
 CONFIG_FILE, WEIGHTS_FILE = "adapter_config.json", "adapter_model.safetensors"
-# What PEFT puts before each name of the base model.
+# PEFT's prefix of the base model's names.
 PREFIX = "base_model.model."
-# Values of init_lora_weights that leave the base weights as they are.
+# Values of init_lora_weights with which PEFT does not change base weights.
 PLAIN_STARTS = (None, True, False, "gaussian", "eva", "mica", "orthogonal")
 _KINDS = ("Linear", "Conv1D", "Embedding", "Conv1d", "Conv2d", "Conv3d")
 _CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)
@@ -138,14 +138,14 @@ def _outline_layer(
     left, right = ("V", "U") if layer.first_is_input else ("U", "V")
     made = layer.factorization
     heads = made.heads if isinstance(made, CoreProduct) else 1
-    # The adapter has the rank of all heads, and the scale of one: of α / rank, or α / √rank.
+    # The adapter has the rank of all heads together, and the scale α / rank (or α / √rank) of a single head.
     widened = math.sqrt(heads) if layer.rank_stabilized else heads
     return LayerOutline(
         name=name,
         kind=layer.dense_class.__name__,
         shape=layer.weight_shape,
         rank=layer.rank * heads,
-        # With α equal to the rank the update is multiplied by 1.
+        # Without α the update is multiplied by 1, as with α equal to the rank.
         alpha=(float(layer.rank) if layer.alpha is None else layer.alpha) * widened,
         rank_stabilized=layer.rank_stabilized,
         dropout=layer.dropout,
@@ -185,7 +185,7 @@ def _reads_weights(parent: nn.Module) -> str:
     """The class of a module that reads its layers' weights instead of calling the layers; empty for other modules."""
     if isinstance(parent, nn.MultiheadAttention):
         return "nn.MultiheadAttention"
-    # In evaluation, where no gradient is needed. A subclass may have a forward of its own, which calls the layers.
+    # In evaluation, a TransformerEncoderLayer may read weights. A subclass with its own forward() calls the layers.
     if isinstance(parent, nn.TransformerEncoderLayer) and type(parent).forward is nn.TransformerEncoderLayer.forward:
         return "nn.TransformerEncoderLayer"
     return ""

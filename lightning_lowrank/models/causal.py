@@ -86,7 +86,7 @@ class CausalLM(LightningModule):
             dtype,
         )
         if not isinstance(model, (str, Mapping)):
-            # save_hyperparameters reads this local variable.
+            # In this local variable for save_hyperparameters(), which reads it.
             model = None if isinstance(model, nn.Module) else model.to_dict()
         self.save_hyperparameters(ignore=["optimizer", "scheduler"])
         if gradient_checkpointing:
@@ -134,7 +134,7 @@ class CausalLM(LightningModule):
     def _answers(self, batch: Mapping[str, Tensor], **settings: Any) -> Tensor:
         prompts = _prompts_of(batch)
         longest = max(map(len, prompts))
-        # Padding on the left: generation then continues at the same position in all rows.
+        # Pad on the left, so that generation continues at the same position in all rows.
         padding = self._padding()
         ids = torch.stack([F.pad(prompt, (longest - len(prompt), 0), value=padding) for prompt in prompts])
         lengths = torch.tensor([len(prompt) for prompt in prompts], device=ids.device)

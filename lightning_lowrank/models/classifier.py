@@ -75,7 +75,7 @@ class Classifier(LightningModule):
         self.scheduler = scheduler
         self.label_smoothing = label_smoothing
         self.no_weight_decay = tuple(no_weight_decay)
-        # Targets need no check here: cross-entropy has already refused those out of range.
+        # No validation of arguments: cross-entropy has already refused targets out of range.
         self.val_accuracy = MulticlassAccuracy(num_classes, average="micro", validate_args=False)
         self.test_accuracy = MulticlassAccuracy(num_classes, average="micro", validate_args=False)
         example_input_shape: tuple[int, ...] | None = getattr(network, "example_input_shape", None)

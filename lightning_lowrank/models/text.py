@@ -106,14 +106,14 @@ class TextClassifier(Classifier):
             **({"num_labels": num_labels} if isinstance(model, str) else {}),
         )
         if not isinstance(model, (str, Mapping)):
-            # save_hyperparameters reads this local variable.
+            # In this local variable for save_hyperparameters(), which reads it.
             model = None if isinstance(model, nn.Module) else model.to_dict()
         own = getattr(getattr(network, "config", None), "num_labels", num_labels)
         if own != num_labels:
             raise MisconfigurationException(
                 f"num_labels={num_labels}, but the model that was given has {own}: give num_labels to it"
             )
-        # Classifier's metric is an accuracy of classes; a regression has none.
+        # Classifier's metric is an accuracy, which needs two classes; a regression deletes it below.
         super().__init__(network, max(num_labels, 2), optimizer, scheduler, label_smoothing, no_weight_decay)
         self.num_classes = num_labels
         if regression:
@@ -164,7 +164,7 @@ class TextClassifier(Classifier):
 
 
 class _Pearson(PearsonCorrCoef):
-    # torchmetrics sets None here.
+    # torchmetrics leaves higher_is_better at None.
     higher_is_better = True
 
 
