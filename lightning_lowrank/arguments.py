@@ -87,6 +87,22 @@ def printable(text: str) -> str:
     )
 
 
+def without_formula(text: str) -> str:
+    """A text for a cell of a CSV file, after an apostrophe if a spreadsheet would run it as a formula.
+
+    Example:
+        >>> without_formula("=1+1"), without_formula("-3"), without_formula("ada")
+        ("'=1+1", '-3', 'ada')
+    """
+    # Spreadsheets read full-width characters too.
+    if text.startswith(tuple("=+-@＝＋－＠")):
+        with contextlib.suppress(ValueError):
+            float(text)
+            return text
+        return f"'{text}"
+    return text
+
+
 def first_ten(values: Sequence[Any]) -> str:
     """The first ten values as text for a message, followed by ``...`` if there are more.
 

@@ -46,6 +46,7 @@ class _Converted:
     seed: int
     # Names of the parameters that were trainable at some time since the conversion.
     trained: set[str] = field(default_factory=set)
+    printed: bool = False
 
 
 class LowRank(Configured, Callback):
@@ -109,7 +110,6 @@ class LowRank(Configured, Callback):
         self._given_seed = seed
         self.summary = summary
         self.conversion: Conversion | None = None
-        self._printed: Conversion | None = None
         self._module: torch.nn.Module | None = None
         self._trained: set[str] = set()
         self._unseen: set[int] = set()
@@ -151,8 +151,9 @@ class LowRank(Configured, Callback):
                 " and stays as it is. To have it converted as well, call lightning_lowrank.recover(module) before"
                 " fit()."
             )
-        if self.summary and conversion is not self._printed:
-            self._printed = conversion
+        done: _Converted = pl_module.lowrank_conversion  # type: ignore[assignment]
+        if self.summary and not done.printed:
+            done.printed = True
             self._print(conversion)
 
     def _made_later(self, module: torch.nn.Module) -> list[str]:

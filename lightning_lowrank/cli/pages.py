@@ -19,6 +19,7 @@ from rich.box import SIMPLE_HEAD
 from rich.console import Console, JustifyMethod
 from rich.text import Text
 
+from lightning_lowrank.arguments import without_formula
 from lightning_lowrank.cli.runs import printable
 
 _STYLE = """
@@ -145,9 +146,7 @@ def _markdown(text: str) -> str:
 
 
 def _cell(text: str) -> str:
-    text = printable(text.replace("\n", " "))
-    # A spreadsheet would run it as a formula, also with full-width characters.
-    return f"'{text}" if text.startswith(tuple("=+-@＝＋－＠")) else text
+    return without_formula(printable(text.replace("\n", " ")))
 
 
 def _latex(text: str) -> str:

@@ -17,6 +17,7 @@ from typing import Any, NamedTuple, TextIO
 import numpy as np
 import yaml
 
+from lightning_lowrank.arguments import without_formula
 from lightning_lowrank.configuration import misconfigured
 from lightning_lowrank.metric_direction import Monitor
 from lightning_lowrank.run_metadata import read_metadata, read_software
@@ -137,7 +138,13 @@ class Run:
                 rows = list(itertools.islice(csv.DictReader(_lines(file)), _MOST_CLIENTS))
         except (OSError, csv.Error):
             return []
-        return [{str(key): value for key, value in row.items() if isinstance(value, str)} for row in rows]
+        found = [{str(key): value for key, value in row.items() if isinstance(value, str)} for row in rows]
+        for row in found:
+            name = row.get("client", "")
+            # The apostrophe before a formula is not part of the client's name.
+            if name.startswith("'") and without_formula(name[1:]) == name:
+                row["client"] = name[1:]
+        return found
 
     @property
     def began(self) -> int | None:

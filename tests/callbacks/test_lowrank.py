@@ -163,6 +163,8 @@ def test_the_table_of_layers_is_printed_once_for_each_module(tmp_path, capsys):
     for stage in (run.validate, run.test):
         stage(module, data, verbose=False)
     assert capsys.readouterr().out.count("parameters are trained") == 1
+    trainer(tmp_path, LowRank(MatrixProduct(), rank=2)).validate(module, data, verbose=False)
+    assert not capsys.readouterr().out.count("parameters are trained")
     run.validate(Module(), data, verbose=False)
     assert capsys.readouterr().out.count("parameters are trained") == 1
 

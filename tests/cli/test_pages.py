@@ -122,7 +122,7 @@ def test_tables_of_other_formats_hold_no_markup_of_a_folders():
     assert not re.search(r"(?<!\\)[$#]", latex)
     rows = list(csv.DictReader(Table([*page.tables[""], *page.tables["Settings"][1:]]).csv().splitlines()))
     assert [row["run"] for row in rows][1] == "'=1+1"
-    assert [row["method"] for row in rows] == ["'@cmd", "'-1"]
+    assert [row["method"] for row in rows] == ["'@cmd", "-1"]
     assert [row["full-width"] for row in rows] == ["'＝1", "1"]
     assert not any("\x1b" in cell for row in rows for cell in row.values())
 

@@ -30,6 +30,7 @@ from lightning_lowrank import (
     RoLoRA,
     merge,
 )
+from lightning_lowrank.cli.runs import find_runs
 from lightning_lowrank.federated.protocols import Personal, UnequalClients
 from lightning_lowrank.federated.state import copy_into, trained_tensors
 from tests.grids import daily
@@ -156,6 +157,20 @@ def test_on_its_own_test_samples(tmp_path, algorithm):
     fitted.test(module, Data(), verbose=False)
     assert "global/test_loss" in fitted.callback_metrics
     assert (tmp_path / "clients_test.csv").is_file()
+
+
+def test_the_table_of_clients_holds_no_formula(tmp_path):
+    names = ["=1+1", "＝1+1", "-3", "\x1b[31mred", "two\nlines"]
+    parts = {name: list(range(place * 4, place * 4 + 4)) for place, name in enumerate(names)}
+    loop = FederatedLoop(
+        FedAvg(), partition=FromIndices({"train": parts, "test": parts}), personal_test="by_client", summary=False
+    )
+    fit(trainer(tmp_path, loop, max_epochs=1, logger=CSVLogger(tmp_path, name="", version="")), Module(), Data())
+    with open(tmp_path / "clients.csv", newline="", encoding="utf-8") as file:
+        written = {row["client"] for row in csv.DictReader(file)}
+    assert written == {"'=1+1", "'＝1+1", "-3", "\\x1b[31mred", "two lines"}
+    (run,) = find_runs([tmp_path])
+    assert {row["client"] for row in run.clients} >= {"=1+1", "＝1+1", "-3"}
 
 
 def test_a_drawn_part_of_the_clients_is_judged(tmp_path):

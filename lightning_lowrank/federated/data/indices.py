@@ -10,9 +10,11 @@ from typing import TYPE_CHECKING, cast
 
 import torch
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from rich.markup import escape
 from rich.table import Table
 from torch import Tensor
 
+from lightning_lowrank.arguments import printable
 from lightning_lowrank.federated.data.labels import check_labels
 
 if TYPE_CHECKING:
@@ -198,7 +200,7 @@ class ClientIndices:
         )
         for header in ["client", *headers]:
             table.add_column(header, justify="right")
-        names = [str(name) for name in (range(len(self)) if self.names is None else self.names)]
+        names = [escape(printable(str(name))) for name in (range(len(self)) if self.names is None else self.names)]
         shown = len(self)
         if len(self) > _MAX_SUMMARY_CLIENTS:
             shown = _MAX_SUMMARY_CLIENTS // 2

@@ -113,6 +113,11 @@ def test_summary_has_a_row_for_each_of_few_clients():
     assert table.title == "2 clients, 4 of 5 samples"
 
 
+def test_summary_shows_names_as_text():
+    table = ClientIndices([[0], [1, 2], [3]], 4, names=["\x1b[31mred", "[red]", "[/x]"]).summary()
+    assert [row[0] for row in printed(table)] == ["\\x1b[31mred", "[red]", "[/x]", "total"]
+
+
 def test_summary_without_labels_counts_samples():
     assert printed(ClientIndices([[0], [1, 2]], 3).summary()) == [["0", "1"], ["1", "2"], ["total", "3"]]
 
