@@ -18,15 +18,7 @@ import torch
 from torch import nn
 
 import lightning_lowrank
-from lightning_lowrank import (
-    BlockKronecker,
-    CoreProduct,
-    Ensemble,
-    LowRank,
-    MatrixProduct,
-    ProjectedSGD,
-    algorithms,
-)
+from lightning_lowrank import BlockKronecker, CoreProduct, Ensemble, LowRank, MatrixProduct, ProjectedSGD, algorithms
 from lightning_lowrank.federated import Algorithm
 from lightning_lowrank.testing import Expected
 from tests.helpers import network

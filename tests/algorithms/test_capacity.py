@@ -40,11 +40,7 @@ def test_blocks_are_copied_among_zeros():
 
 
 def test_each_number_is_averaged_over_those_who_sent_it():
-    old = {
-        "w": torch.full((3, 2), 10.0),
-        "never": torch.tensor([0.1, 0.2]),
-        "batches": torch.tensor(9),
-    }
+    old = {"w": torch.full((3, 2), 10.0), "never": torch.tensor([0.1, 0.2]), "batches": torch.tensor(9)}
     party = Server(Base(nn.Linear(1, 1), seed=0), model=dict(old))
     whole, part = torch.tensor([[1.0, 2.0], [3.0, 4.0]]), torch.tensor([[4.0]])
     Parts().receive(party, client(0), Message({"w": whole, "batches": torch.tensor(5)}), 1.0)

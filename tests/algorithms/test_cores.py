@@ -138,12 +138,7 @@ def test_wide_heads_are_orthonormal_one_by_one(tmp_path):
 @pytest.mark.parametrize(
     ("algorithm", "factorization", "settings", "message"),
     [
-        (
-            FedSB,
-            CoreProduct(heads=2),
-            {},
-            r"CoreProduct\(\).*'net\.0'.*'update'",
-        ),
+        (FedSB, CoreProduct(heads=2), {}, r"CoreProduct\(\).*'net\.0'.*'update'"),
         (Ravan, CoreProduct(), {}, r"CoreProduct.*heads=4.*'net\.0'"),
         (FedSB, CoreProduct(), {"role": "weight"}, r"CoreProduct\(\).*'weight'"),
         (FedSB, CoreProduct(), {"train_base": True}, "train_base"),

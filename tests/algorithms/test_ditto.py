@@ -124,19 +124,6 @@ def test_personal_statistics_are_their_own_whatever_the_global_ones_do(tmp_path,
         assert own_state(loop, client)["1.num_batches_tracked"] == steps
 
 
-@pytest.mark.slow
-@pytest.mark.nightly
-def test_no_pull_is_training_alone_and_a_pull_leads_to_the_global_model(tmp_path):
-    distances = []
-    for strength in (0.0, 0.3, 1.0):
-        ended, loop = federated(tmp_path, Ditto(strength), rounds=[[0, 1, 2, 3]] * 3, local_epochs=3)
-        distances.append(sum((own_state(loop, 0)[name] - value).square().sum() for name, value in ended.items()))
-    assert distances[0] > 1.5 * distances[1] > 2 * distances[2], distances
-    alone, _ = federated(tmp_path, FedAvg(), rounds=[[0]] * 3, local_epochs=3)
-    _, loop = federated(tmp_path, Ditto(0.0), rounds=[[0, 1, 2, 3]] * 3, local_epochs=3)
-    assert_close(own_state(loop, 0), alone)
-
-
 @nightly_except("Adagrad-vectorized")
 @pytest.mark.parametrize(("optimizer", "execution"), in_turn(["momentum", "AdamW", "Adagrad"], EXECUTIONS))
 @pytest.mark.slow

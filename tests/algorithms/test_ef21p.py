@@ -17,8 +17,7 @@ from tests.helpers import Module, network
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("down", "up", "execution"),
-    [(0.1, 0.3, "sequential"), (1.0, 0.3, "vectorized"), (0.05, 1.0, "sequential")],
+    ("down", "up", "execution"), [(0.1, 0.3, "sequential"), (1.0, 0.3, "vectorized"), (0.05, 1.0, "sequential")]
 )
 def test_rounds_follow_the_paper(tmp_path, down, up, execution):
     module, loop = plain.fitted(tmp_path, EF21P(down, up), execution=execution)

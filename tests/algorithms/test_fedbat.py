@@ -77,11 +77,7 @@ def train(start, client, number, share, rho, rate, bounds, log):
         return {
             name: start[name] + x[name]
             if name in EXACT
-            else sampled(
-                x[name],
-                magnitude(first.get(name, x[name].abs().mean()), exponent[name], bounds, rho),
-                draws,
-            )
+            else sampled(x[name], magnitude(first.get(name, x[name].abs().mean()), exponent[name], bounds, rho), draws)
             for name in start
         }
 

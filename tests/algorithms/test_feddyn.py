@@ -1,7 +1,5 @@
 """FedDyn against Algorithm 1 of the paper, written out."""
 
-from functools import partial
-
 import pytest
 import torch
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
@@ -20,9 +18,8 @@ from tests.algorithms.written_out import (
     initial,
     kept_by,
     mean,
-    resumed_ends,
 )
-from tests.grids import daily, nightly_except
+from tests.grids import daily
 
 
 @pytest.mark.slow
@@ -54,13 +51,6 @@ def test_rounds_follow_the_paper(tmp_path, execution, weighting):
     assert_close(ended, values)
     for client in range(len(CLIENTS)):
         assert_close(bare(kept_by(loop, client)["linear"]), linear[client])
-
-
-@nightly_except("sequential")
-@pytest.mark.parametrize("execution", EXECUTIONS)
-@pytest.mark.slow
-def test_a_round_is_resumed_from_each_of_its_steps(tmp_path, execution):
-    resumed_ends(tmp_path, partial(FedDyn, alpha=0.3), execution)
 
 
 def test_refuses_strengths():

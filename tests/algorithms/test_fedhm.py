@@ -10,34 +10,16 @@ import torch
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import nn
 
-from lightning_lowrank import (
-    BlockKronecker,
-    FedAvg,
-    FederatedLoop,
-    FedHM,
-    FromIndices,
-    LowRank,
-    MatrixProduct,
-    recover,
-)
-from tests.algorithms.written_out import own_model
+from lightning_lowrank import BlockKronecker, FedAvg, FederatedLoop, FedHM, FromIndices, LowRank, MatrixProduct, recover
+from tests.algorithms.written_out import assert_close, images, own_model
 from tests.grids import daily
-from tests.helpers import Data, Module, assert_same, blobs, fit, trainer, weights
+from tests.helpers import Data, Module, assert_same, fit, trainer, weights
 
 CLIENTS = [list(range(21)), list(range(21, 30)), list(range(30, 64)), list(range(64, 79)), list(range(79, 90))]
 LEVELS = (1.0, 0.5, 0.2)
 FACTORED = ("3", "7")
 SGD = partial(torch.optim.SGD, lr=0.05, momentum=0.9)
 DOUBLE = {"precision": "64-true", "limit_val_batches": 0}
-
-
-def images():
-    labels = blobs(90).tensors[1]
-    draws = torch.Generator().manual_seed(5)
-    centres = torch.randn(4, 2, 6, 6, generator=draws, dtype=torch.float64)
-    return torch.utils.data.TensorDataset(
-        centres[labels] + torch.randn(90, 2, 6, 6, generator=draws, dtype=torch.float64), labels
-    )
 
 
 def convolutions(dtype=torch.float64):
@@ -145,12 +127,6 @@ def run(tmp_path, algorithm, rank=None, module=None, max_epochs=3, callbacks=(),
     fitted = trainer(tmp_path, *([rank] if rank else []), loop, *callbacks, max_epochs=max_epochs, **DOUBLE)
     fit(fitted, module, Data(images(), shuffle=False))
     return module, loop
-
-
-def assert_close(first, second):
-    assert first.keys() == second.keys()
-    for name, value in first.items():
-        torch.testing.assert_close(value, second[name], rtol=1e-9, atol=1e-9, msg=lambda text, name=name: name + text)
 
 
 PARTICIPANTS = [[0, 1, 2, 4], [1, 2], [0, 2, 3]]

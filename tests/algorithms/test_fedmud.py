@@ -11,7 +11,6 @@ from torch import nn
 from lightning_lowrank import BlockKronecker, FedAvg, FederatedLoop, FedMUD, FromIndices, LowRank, MatrixProduct
 from lightning_lowrank.federated import Base, ClientContext
 from lightning_lowrank.federated.state import trained_tensors
-from lightning_lowrank.layers import low_rank_layers
 from lightning_lowrank.seeding import generator
 from tests.grids import daily
 from tests.helpers import Data, Module, assert_same, blobs, fit, trainer, weights
@@ -140,27 +139,6 @@ def test_never_resetting_is_fedavg_of_the_factors(tmp_path):
 
 
 @pytest.mark.slow
-def test_the_broadcast_after_a_reset_lets_a_client_follow(tmp_path):
-    """A client that holds last round's weights and gets the message computes what the server has."""
-    received = []
-
-    class Watching(FedMUD):
-        def begin(self, client, message):
-            received.append((client.round, {name: value.clone() for name, value in message.tensors.items()}))
-            super().begin(client, message)
-
-    rounds, module = Rounds(), Module()
-    loop = FederatedLoop(Watching(), partition=FromIndices(CLIENTS), participants=[[0], [1], [2]], summary=False)
-    fit(trainer(tmp_path, LowRank(MatrixProduct(), rank=2, decouple=True, summary=False), loop, rounds), module, Data())
-    for (number, message), before, after in zip(received[1:], rounds.started[:-1], rounds.started[1:], strict=True):
-        assert message["seed"].dtype == torch.int64
-        assert number > 0
-        for prefix in ("0", "2", "4"):
-            state = {**before, **{name.removeprefix("net."): value for name, value in message.items()}}
-            torch.testing.assert_close(effective(state, prefix, product, True, False), after[f"{prefix}.frozen_weight"])
-
-
-@pytest.mark.slow
 def test_a_site_of_its_own_follows_the_server(tmp_path):
     """Another copy of the module, which hears every broadcast, has the server's frozen weights and the new factors."""
     site = Module()
@@ -206,28 +184,3 @@ def test_refuses_what_it_cannot_train(tmp_path):
     for callbacks in ([], [LowRank(MatrixProduct(), rank=2, role="weight", summary=False)]):
         with pytest.raises(MisconfigurationException, match="role='update'"):
             fit(trainer(tmp_path, *callbacks, FederatedLoop(FedMUD(), clients=2, summary=False)), Module(), Data())
-
-
-@pytest.mark.slow
-def test_a_zero_weight_that_is_never_reset_is_fedlmt(tmp_path):
-    def run(module, algorithm, low_rank):
-        loop = FederatedLoop(algorithm, clients=4, local_epochs=2, summary=False)
-        fit(trainer(tmp_path, low_rank, loop), module, Data())
-        return module
-
-    lmt = LowRank(MatrixProduct(), rank=2, role="weight", init="uniform", summary=False)
-    mud = LowRank(MatrixProduct(), rank=2, role="update", summary=False)
-    product, update = Module(), Module()
-    lmt.convert(product)
-    mud.convert(update)
-    for (_, theirs), (_, ours) in zip(low_rank_layers(product), low_rank_layers(update), strict=True):
-        with torch.no_grad():
-            ours.frozen_weight.zero_()
-            for name, factor in ours.factors.items():
-                factor.copy_(theirs.factors[name])
-    before = {name: factor.clone() for name, factor in product.named_parameters()}
-    run(product, FedAvg(), lmt)
-    run(update, FedMUD(reset_interval=5), mud)
-    for name, factor in product.named_parameters():
-        torch.testing.assert_close(dict(update.named_parameters())[name], factor)
-        assert not torch.equal(factor, before[name])

@@ -8,15 +8,7 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import nn
 
 from lightning_lowrank import CenteredClipping, FedAvg, FedNova, Quantize, RandomK, TopK
-from tests.algorithms.written_out import (
-    EXECUTIONS,
-    ROUNDS,
-    SIZES,
-    assert_close,
-    batches,
-    federated,
-    initial,
-)
+from tests.algorithms.written_out import EXECUTIONS, ROUNDS, SIZES, assert_close, batches, federated, initial
 from tests.grids import daily, in_turn
 from tests.helpers import network, weights
 

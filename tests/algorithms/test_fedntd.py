@@ -18,10 +18,9 @@ from tests.algorithms.written_out import (
     federated,
     initial,
     mean,
-    resumed_ends,
     stepped,
 )
-from tests.grids import daily, nightly_except
+from tests.grids import daily
 from tests.helpers import Data, Module, blobs, fit, network, trainer
 
 
@@ -58,14 +57,6 @@ def test_rounds_follow_the_paper(tmp_path, execution, temperature):
             ends.append(own)
         values = mean(ends, [SIZES[client] for client in ids])
     assert_close(ended, values)
-
-
-@nightly_except("sequential")
-@pytest.mark.parametrize("execution", EXECUTIONS)
-@pytest.mark.slow
-@pytest.mark.nightly
-def test_a_round_is_resumed_from_each_of_its_steps(tmp_path, execution):
-    resumed_ends(tmp_path, partial(FedNTD, logits="net"), execution)
 
 
 @pytest.mark.slow

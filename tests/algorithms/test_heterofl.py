@@ -5,22 +5,13 @@ from functools import partial
 
 import pytest
 import torch
-from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import nn
 
-from lightning_lowrank import (
-    FedAvg,
-    FederatedLoop,
-    FromIndices,
-    HeteroFL,
-    LowRank,
-    MaskAbsentClasses,
-    MatrixProduct,
-)
+from lightning_lowrank import FedAvg, FederatedLoop, FromIndices, HeteroFL, LowRank, MatrixProduct
 from lightning_lowrank.federated.state import ClientInfo
-from lightning_lowrank.models import CNN4, MLP, Classifier, ResNet18
-from tests.algorithms.written_out import own_model
+from lightning_lowrank.models import MLP, ResNet18
+from tests.algorithms.written_out import assert_close, images, own_model
 from tests.helpers import Data, Module, blobs, fit, trainer, weights
 
 CLIENTS = [list(range(21)), list(range(21, 31)), list(range(31, 65)), list(range(65, 80)), list(range(80, 90))]
@@ -28,15 +19,6 @@ SGD = partial(torch.optim.SGD, lr=0.05, momentum=0.9, weight_decay=0.01)
 DOUBLE = {"precision": "64-true", "limit_val_batches": 0}
 LAST = "16."
 PARTICIPANTS = [[0, 1, 2, 4], [1, 2], [0, 2, 3]]
-
-
-def images():
-    labels = blobs(90).tensors[1]
-    draws = torch.Generator().manual_seed(5)
-    centres = torch.randn(4, 2, 6, 6, generator=draws, dtype=torch.float64)
-    return torch.utils.data.TensorDataset(
-        centres[labels] + torch.randn(90, 2, 6, 6, generator=draws, dtype=torch.float64), labels
-    )
 
 
 class Divide(nn.Module):
@@ -123,12 +105,6 @@ def run(tmp_path, algorithm, module=None, max_epochs=3, weighting="uniform", cal
     return module, loop
 
 
-def assert_close(first, second, tolerance=1e-9):
-    assert first.keys() == second.keys()
-    for name, value in first.items():
-        torch.testing.assert_close(value, second[name], rtol=tolerance, atol=tolerance, msg=lambda t, n=name: n + t)
-
-
 RATES = (1.0, 0.6, 0.25)
 
 
@@ -208,18 +184,6 @@ def test_the_whole_width_alone_is_federated_averaging(tmp_path):
 
 
 @pytest.mark.slow
-def test_one_rate_alone_is_federated_averaging_of_a_narrower_network(tmp_path):
-    wide, narrow = convolutions(), convolutions(0.6)
-    narrow.load_state_dict(sliced(wide.state_dict(), narrow.state_dict()))
-    module, loop = run(tmp_path, HeteroFL([0.6], scaler=False), Module(wide, optimizer=SGD))
-    slim, twin = run(tmp_path, FedAvg(), Module(narrow, optimizer=SGD))
-    assert_close(sliced(weights(module.net), narrow.state_dict()), weights(slim.net))
-    assert loop.ledger.total_up == twin.ledger.total_up
-    inputs = images().tensors[0]
-    torch.testing.assert_close(module.net.eval()(inputs), slim.net.eval()(inputs))
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize("rate", [0.5, 0.25])
 @pytest.mark.parametrize(
     ("make", "shape"),
@@ -241,26 +205,6 @@ def test_slices_are_the_same_networks_made_narrower(tmp_path, make, shape, rate)
     fit(trainer(tmp_path, loop, max_epochs=1, **DOUBLE), module, Data(data, shuffle=False))
     train(slim, [data[start : start + 8] for start in (0, 8, 16)])
     assert_close(sliced(weights(wide), slim.state_dict()), weights(slim))
-
-
-@pytest.mark.slow
-@pytest.mark.nightly
-def test_sizes_of_fedhms_comparison(tmp_path):
-    """FedHM's Table 2 has 11.17, 2.80 and 1.37 million parameters; it rounds to the nearest number of channels."""
-    sent = {}
-
-    class Watching(HeteroFL):
-        def setup(self, base):
-            super().setup(base)
-            for rate in self.rates:
-                slices = self._slice(dict(base.module.named_parameters()), rate)
-                sent[rate] = round(sum(value.numel() for value in slices.values()) / 1e6, 2)
-
-    draws = torch.Generator().manual_seed(1)
-    data = torch.utils.data.TensorDataset(torch.randn(2, 3, 4, 4, generator=draws), torch.tensor([0, 1]))
-    loop = FederatedLoop(Watching([1.0, 0.5, 0.35]), clients=1, summary=False)
-    fit(trainer(tmp_path, loop, max_epochs=1, limit_val_batches=0), Module(ResNet18()), Data(data))
-    assert sent == {1.0: 11.17, 0.5: 2.8, 0.35: 1.39}
 
 
 @pytest.mark.slow
@@ -335,19 +279,6 @@ def test_gradients_outside_of_the_slice_are_dropped_even_where_they_are_no_numbe
     assert_close(weights(module), weights(run(tmp_path, HeteroFL([0.6]), max_epochs=1)[0]), tolerance=0)
 
 
-@pytest.mark.parametrize("execution", ["sequential", "vectorized"])
-@pytest.mark.nightly
-def test_resumes_with_its_scalers(tmp_path, execution):
-    settings = {"participants": PARTICIPANTS, "execution": execution}
-    kept = ModelCheckpoint(tmp_path / execution, "{step}", save_top_k=-1, every_n_train_steps=3)
-    whole, _ = run(tmp_path, HeteroFL(RATES), callbacks=[kept], **settings)
-    files = list((tmp_path / execution).glob("*.ckpt"))
-    assert len(files) > 3
-    for file in files:
-        again, _ = run(tmp_path, HeteroFL(RATES), ckpt_path=file, **settings)
-        assert_close(weights(whole), weights(again), tolerance=0)
-
-
 def sequential(*layers):
     return nn.Sequential(nn.Linear(6, 8), *layers, nn.Linear(8, 4))
 
@@ -417,22 +348,6 @@ def test_norms_before_the_first_layer_and_after_the_last_are_whole(tmp_path):
     assert net[5].weight.all()
     assert net[2].weight[:4].all()
     assert not net[2].weight[4:].any()
-
-
-@pytest.mark.slow
-def test_the_papers_networks_can_be_sliced(tmp_path):
-    for network in (CNN4(image_size=16), CNN4(image_size=32)):
-        module = Classifier(network)
-        algorithm = HeteroFL([0.5])
-        draws = torch.Generator().manual_seed(0)
-        size = network.example_input_shape
-        data = torch.utils.data.TensorDataset(
-            torch.randn(8, *size, generator=draws), torch.randint(10, (8,), generator=draws)
-        )
-        loop = FederatedLoop(algorithm, clients=1, objective=MaskAbsentClasses(), summary=False)
-        fit(trainer(tmp_path, loop, max_epochs=1, limit_val_batches=0), module, Data(data))
-        columns = network.classifier.weight.any(0)
-        assert columns.tolist() == [True] * (len(columns) // 2) + [False] * (len(columns) // 2)
 
 
 @pytest.mark.parametrize("rates", [[0.0, 1.0], [1.5]])

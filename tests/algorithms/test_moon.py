@@ -1,7 +1,5 @@
 """MOON against Eqs. 3 and 4 of the paper, written out."""
 
-from functools import partial
-
 import pytest
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import nn
@@ -20,10 +18,9 @@ from tests.algorithms.written_out import (
     initial,
     kept_by,
     mean,
-    resumed_ends,
     stepped,
 )
-from tests.grids import daily, nightly_except
+from tests.grids import daily
 from tests.helpers import network
 
 
@@ -69,14 +66,6 @@ def test_rounds_follow_the_paper(tmp_path, execution):
         assert_close(bare(kept_by(loop, client)["last"]), last[client])
 
 
-@nightly_except("sequential")
-@pytest.mark.parametrize("execution", EXECUTIONS)
-@pytest.mark.slow
-@pytest.mark.nightly
-def test_a_round_is_resumed_from_each_of_its_steps(tmp_path, execution):
-    resumed_ends(tmp_path, partial(MOON, "net.2", mu=2.0), execution)
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("execution", EXECUTIONS)
 def test_without_the_term_it_is_federated_averaging(tmp_path, execution):
@@ -113,8 +102,7 @@ class Listed(nn.Module):
 
 
 @pytest.mark.parametrize(
-    ("features", "message"),
-    [("net.layers", r"ModuleList.*'net\.layers\.0'"), ("net.unused", r"training_step.*1.*0")],
+    ("features", "message"), [("net.layers", r"ModuleList.*'net\.layers\.0'"), ("net.unused", r"training_step.*1.*0")]
 )
 def test_parts_that_no_step_calls_are_refused(tmp_path, features, message):
     with pytest.raises(MisconfigurationException, match=message):

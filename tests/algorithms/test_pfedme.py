@@ -9,7 +9,7 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 from lightning_lowrank import FederatedLoop, FromIndices, PFedMe
-from tests.algorithms.written_out import kept_by, own_model
+from tests.algorithms.written_out import in_order, kept_by, own_model
 from tests.helpers import Data, Module, blobs, fit, network, trainer, weights
 
 CLIENTS = [list(range(40)), list(range(40, 60)), list(range(60, 103)), []]
@@ -17,17 +17,11 @@ PARTICIPANTS = [[0, 1], [1, 2], [0, 1]]
 SIZES = [len(indices) for indices in CLIENTS]
 
 
-class Double(Data):
-    def __init__(self):
-        inputs, targets = blobs().tensors
-        super().__init__(TensorDataset(inputs.double(), targets), shuffle=False)
-
-
 def run(tmp_path, algorithm, net=None, optimizer=None, rounds=3, **arguments):
     module = Module(net, optimizer=optimizer or partial(torch.optim.SGD, lr=0.05, weight_decay=0.001)).double()
     settings = {"participants": PARTICIPANTS, "summary": False, **arguments}
     loop = FederatedLoop(algorithm, partition=FromIndices(CLIENTS), **settings)
-    fit(trainer(tmp_path, loop, max_epochs=rounds, limit_val_batches=0), module, Double())
+    fit(trainer(tmp_path, loop, max_epochs=rounds, limit_val_batches=0), module, in_order())
     return module, loop
 
 
@@ -36,7 +30,7 @@ def run(tmp_path, algorithm, net=None, optimizer=None, rounds=3, **arguments):
 def test_rounds_follow_the_paper(tmp_path, execution, mixing):
     algorithm = PFedMe(regularization=6.0, personal_steps=3, learning_rate=0.02, mixing=mixing)
     module, loop = run(tmp_path, algorithm, execution=execution)
-    inputs, targets = Double().train.tensors
+    inputs, targets = in_order().train.tensors
     theirs = Module().double()
     parameters = list(theirs.parameters())
     state = [value.detach().clone() for value in parameters]

@@ -20,8 +20,7 @@ def drawn(direction, number, client, share, count):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("down", "up", "execution"),
-    [(0.5, 0.1, "sequential"), (1.0, 0.3, "vectorized"), (0.7, 1.0, "sequential")],
+    ("down", "up", "execution"), [(0.5, 0.1, "sequential"), (1.0, 0.3, "vectorized"), (0.7, 1.0, "sequential")]
 )
 def test_rounds_in_plain_pytorch(tmp_path, down, up, execution):
     module, _ = plain.fitted(tmp_path, RandomCoordinates(down, up), execution=execution)

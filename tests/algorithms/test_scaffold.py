@@ -87,11 +87,7 @@ def test_rounds_follow_the_paper(tmp_path, execution, weighting):
 def test_learning_rates_of_groups_and_steps(tmp_path, execution):
     schedule = partial(torch.optim.lr_scheduler.StepLR, step_size=2, gamma=0.8)
     ended, loop = federated(
-        tmp_path,
-        SCAFFOLD(),
-        execution,
-        optimizer=two_groups,
-        module={"scheduler": schedule, "interval": "step"},
+        tmp_path, SCAFFOLD(), execution, optimizer=two_groups, module={"scheduler": schedule, "interval": "step"}
     )
     model, control, _ = reference(
         lambda name, step: (0.04 if name == "0.weight" else 0.1) * 0.8 ** (step // 2), decay=0.01

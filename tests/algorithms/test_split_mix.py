@@ -10,19 +10,14 @@ from torch import nn
 
 from lightning_lowrank import Ensemble, FedAvg, FederatedLoop, FromIndices, LowRank, MatrixProduct, SplitMix
 from lightning_lowrank.models import MLP, Classifier
-from tests.algorithms.written_out import own_model
-from tests.helpers import Data, Module, blobs, fit, trainer, weights
+from tests.algorithms.written_out import assert_close, dataset, own_model
+from tests.helpers import Data, Module, fit, trainer, weights
 
 CLIENTS = [list(range(20)), list(range(20, 30)), list(range(30, 64)), list(range(64, 79)), list(range(79, 103))]
 SGD = partial(torch.optim.SGD, lr=0.05, momentum=0.9)
 DOUBLE = {"precision": "64-true", "limit_val_batches": 0}
 BUDGETS = (4, 2, 1)
 PARTICIPANTS = [[0, 1, 3], [1, 2], [2], [1, 2, 4]]
-
-
-def data():
-    inputs, targets = blobs().tensors
-    return torch.utils.data.TensorDataset(inputs.double(), targets)
 
 
 def base():
@@ -38,7 +33,7 @@ def trained(net, client):
     net = deepcopy(net)
     optimizer = SGD(net.parameters())
     for chunk in torch.tensor(CLIENTS[client]).split(8):
-        inputs, targets = data()[chunk]
+        inputs, targets = dataset()[chunk]
         optimizer.zero_grad()
         nn.functional.cross_entropy(net(inputs), targets).backward()
         optimizer.step()
@@ -88,14 +83,8 @@ def run(tmp_path, algorithm, module=None, max_epochs=3, callbacks=(), **argument
     module = Module(bases(), optimizer=SGD) if module is None else module
     loop = FederatedLoop(algorithm, partition=FromIndices(CLIENTS), summary=False, **arguments)
     fitted = trainer(tmp_path, *callbacks, loop, max_epochs=max_epochs, **DOUBLE)
-    fit(fitted, module, Data(data(), shuffle=False))
+    fit(fitted, module, Data(dataset(), shuffle=False))
     return module, loop
-
-
-def assert_close(first, second):
-    assert first.keys() == second.keys()
-    for name, value in first.items():
-        torch.testing.assert_close(value, second[name], rtol=1e-9, atol=1e-9, msg=lambda t, n=name: n + t)
 
 
 @pytest.mark.slow
@@ -136,7 +125,7 @@ def test_what_travels_are_the_clients_own_bases(tmp_path):
 @pytest.mark.slow
 def test_variants_are_smaller_ensembles(tmp_path):
     module, loop = run(tmp_path, SplitMix(BUDGETS), max_epochs=1)
-    inputs = data().tensors[0]
+    inputs = dataset().tensors[0]
     variants = loop.algorithm.variants(loop.server)
     assert list(variants) == ["2", "1"]
     module.net.eval()

@@ -14,7 +14,7 @@ from lightning_lowrank import CP, FederatedLoop, FromIndices, LowRank, TDPFed
 from lightning_lowrank.algorithms.tdpfed import factor_gradients, refit
 from lightning_lowrank.federated.state import Base, ClientInfo, Server, trained_tensors
 from lightning_lowrank.models import MLP, VGG8
-from tests.algorithms.written_out import kept_by, own_model
+from tests.algorithms.written_out import in_order, kept_by, own_model
 from tests.grids import daily, nightly_except
 from tests.helpers import Data, Module, blobs, fit, network, trainer, weights
 
@@ -25,17 +25,11 @@ NESTEROV = partial(torch.optim.SGD, lr=0.05, momentum=0.9, nesterov=True)
 SMALL = {"compression": 1.2, "regularization": 2.0, "personal_steps": 2, "factor_steps": 3}
 
 
-class Double(Data):
-    def __init__(self):
-        inputs, targets = blobs().tensors
-        super().__init__(TensorDataset(inputs.double(), targets), shuffle=False)
-
-
 def run(tmp_path, algorithm, net=None, rounds=3, callbacks=(), **arguments):
     module = Module(net, optimizer=NESTEROV).double()
     settings = {"participants": PARTICIPANTS, "summary": False, **arguments}
     loop = FederatedLoop(algorithm, partition=FromIndices(CLIENTS), **settings)
-    fit(trainer(tmp_path, loop, *callbacks, max_epochs=rounds, limit_val_batches=0), module, Double())
+    fit(trainer(tmp_path, loop, *callbacks, max_epochs=rounds, limit_val_batches=0), module, in_order())
     return module, loop
 
 
@@ -210,7 +204,7 @@ def test_the_fit_is_that_of_autograd_and_torchs_adam(joint):
 
 def train_client(theirs, start, client, joint, reset, kept):
     """Return a client's local factors and its personal model; ``kept`` has what clients' Adams know."""
-    inputs, targets = Double().train.tensors
+    inputs, targets = in_order().train.tensors
     factors = {name: [value.clone().requires_grad_() for value in each] for name, each in start.items()}
 
     def local(name):
@@ -417,27 +411,6 @@ def test_convolutions_one_after_another_and_together(tmp_path, aggregation):
         for name, value in first.items():
             torch.testing.assert_close(value, second[name], rtol=1e-6, atol=1e-7)
     assert ends[0][2] == ends[1][2]
-
-
-@pytest.mark.slow
-def test_the_global_model_is_made_of_the_servers_factors(tmp_path):
-    seen = []
-
-    class Watch(pl.Callback):
-        def on_train_epoch_end(self, trainer, pl_module):
-            factors = loop.server.state["factors"]
-            seen.append(
-                all(
-                    torch.equal(factors[name]["U"] @ factors[name]["V"].mT, value)
-                    for name, value in pl_module.named_parameters()
-                    if name in factors
-                )
-            )
-
-    module = Module(optimizer=NESTEROV).double()
-    loop = FederatedLoop(TDPFed(**SMALL), partition=FromIndices(CLIENTS), summary=False)
-    fit(trainer(tmp_path, loop, Watch(), max_epochs=2, limit_val_batches=0), module, Double())
-    assert seen == [True, True]
 
 
 def test_weights_changed_from_outside_get_new_factors(tmp_path):

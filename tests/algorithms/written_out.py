@@ -34,6 +34,18 @@ def dataset() -> TensorDataset:
     return TensorDataset(inputs.double(), targets)
 
 
+def in_order() -> Data:
+    """The data set in double precision, not shuffled."""
+    return Data(dataset(), shuffle=False)
+
+
+def images() -> TensorDataset:
+    labels = blobs(90).tensors[1]
+    draws = torch.Generator().manual_seed(5)
+    centres = torch.randn(4, 2, 6, 6, generator=draws, dtype=torch.float64)
+    return TensorDataset(centres[labels] + torch.randn(90, 2, 6, 6, generator=draws, dtype=torch.float64), labels)
+
+
 def batches(client: int, size: int = 8) -> list[tuple[Tensor, Tensor]]:
     inputs, targets = dataset()[list(CLIENTS[client])]
     return list(zip(inputs.split(size), targets.split(size), strict=True))
