@@ -607,10 +607,7 @@ def test_batches_that_are_drawn_otherwise(tmp_path, loops):
         ({"algorithm": Ditto()}, r"OwnSteps\.local_update"),
         ({"execution": "vectorized"}, "DifferentialPrivacy"),
         ({"objective": MaskAbsentClasses("net", classes=4)}, r"DifferentialPrivacy.*DifferentialPrivacy"),
-        (
-            {"partition": FromIndices([range(40), range(39, 64)]), "clients": 2},
-            r"index.*39.*0",
-        ),
+        ({"partition": FromIndices([range(40), range(39, 64)]), "clients": 2}, r"index.*39.*0"),
     ],
 )
 def test_federations_that_are_refused(tmp_path, arguments, said):
@@ -648,18 +645,3 @@ def test_products_are_trained_too(tmp_path):
     low_rank = LowRank(MatrixProduct(), rank=2, alpha=2, init="lora", freeze_rest=True, summary=False)
     run, *_ = federated(tmp_path, FedLoRA(SumProduct()), net=network(), low_rank=low_rank)
     assert run.callback_metrics["privacy/epsilon"] > 0
-
-
-@pytest.mark.slow
-def test_opacus_clips_the_same():
-    opacus = pytest.importorskip("opacus")
-    module, batch = Module(convolutional()), (IMAGES(), torch.tensor([0, 1, 2, 3, 0]))
-    names = [name for name, _ in module.named_parameters()]
-    sums = SampleGradients(module, module.training_step).clipped(names, batch, 5, 0.2, (0,))[1]
-    sampled = opacus.GradSampleModule(module.net)
-    nn.functional.cross_entropy(sampled(batch[0]), batch[1]).backward()
-    gradients = {f"net.{name}": value.grad_sample for name, value in module.net.named_parameters()}
-    norms = torch.cat([value.flatten(1) for value in gradients.values()], dim=1).norm(dim=1)
-    for name, value in gradients.items():
-        expected = torch.einsum("n,n...->...", (0.2 / norms).clamp(max=1), value)
-        assert torch.allclose(sums[name], expected, rtol=1e-4, atol=1e-6), name

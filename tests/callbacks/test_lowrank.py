@@ -289,48 +289,11 @@ def test_a_checkpoint_of_other_layers_is_refused_with_the_way_out(tmp_path, befo
         fit(trainer(tmp_path, converted, *loops), Module(), Data(), ckpt_path=tmp_path / "last.ckpt")
 
 
-@pytest.mark.slow
-def test_resume_refuses_other_layers(tmp_path):
-    checkpoint = pl.callbacks.ModelCheckpoint(tmp_path, "last")
-    fit(trainer(tmp_path, LowRank(MatrixProduct(), rank=2, summary=False), checkpoint), Module(), Data())
-    other = LowRank(MatrixProduct(), rank=2, decouple=True, summary=False)
-    with pytest.raises((MisconfigurationException, RuntimeError)):
-        fit(trainer(tmp_path, other, max_epochs=5), Module(), Data(), ckpt_path=tmp_path / "last.ckpt")
-
-
-@pytest.mark.slow
-@pytest.mark.nightly
-def test_a_torchvision_network(tmp_path):
-    from torchvision.models import mobilenet_v3_small
-
-    images = torch.utils.data.TensorDataset(
-        torch.randn(24, 3, 32, 32, generator=torch.Generator().manual_seed(0)), torch.arange(24) % 3
-    )
-    module = Classifier(mobilenet_v3_small(num_classes=3), num_classes=3)
-    low_rank = LowRank(BlockKronecker(), budget=0.1, decouple=True, skip=["first", "last"], summary=False)
-    loop = FederatedLoop(FedMUD(), clients=3, summary=False)
-    fit(trainer(tmp_path, low_rank, loop, max_epochs=2, limit_val_batches=0), module, Data(images, batch_size=4))
-    assert low_rank.conversion.ratio <= 0.1
-    assert loop.ledger.figures()["comm/ratio"] < 0.15
-    assert any(type(layer).__name__ == "LowRankConv2d" for _, layer in low_rank_layers(module))
-
-
 def test_cnn4_at_one_thirty_second():
     module = Classifier(CNN4())
     low_rank = LowRank(BlockKronecker(), budget=1 / 32, budget_rule="authors", decouple=True, skip=["first", "last"])
     conversion = low_rank.convert(module)
     assert (conversion.trainable_parameters, conversion.dense_parameters) == (12_008, 390_880)
-
-
-@pytest.mark.slow
-def test_one_client_with_low_rank_layers_is_plain_training(tmp_path):
-    ends = []
-    for extra in ([], [FederatedLoop(FedAvg(), clients=1, optimizer_state="keep", summary=False)]):
-        module = Module(optimizer=lambda p: torch.optim.Adam(p, lr=0.01))
-        low_rank = LowRank(MatrixProduct(), rank=2, decouple=True, summary=False)
-        fit(trainer(tmp_path, low_rank, *extra), module, Data(shuffle=False))
-        ends.append(weights(module))
-    assert_same(*ends)
 
 
 def test_seed_everything_seeds_the_factors():
