@@ -627,10 +627,7 @@ def test_logs_that_cannot_be_kept_apart_are_refused(tmp_path):
             if "log" in vars(self):
                 self.log("acc", 1.0, reduce_fx=torch.median)
 
-    for module, message in (
-        (Outside(), r"setting an attribute for the metric"),
-        (Odd(), r"min,max,mean,sum.*median"),
-    ):
+    for module, message in ((Outside(), r"setting an attribute for the metric"), (Odd(), r"min,max,mean,sum.*median")):
         with pytest.raises(MisconfigurationException, match=message):
             evaluate(tmp_path, module, Personal([[0]]), DataLoader(blobs(4)))
         assert "log" not in vars(module)

@@ -372,12 +372,7 @@ def test_lists_are_of_all_clients(tmp_path):
 
 @pytest.mark.parametrize(
     ("text", "said"),
-    [
-        (None, "no CSV file"),
-        ("a,b\n1,2\n", r"csv.*'up'"),
-        ("up\n1\nfast\n", "row 1.*fast"),
-        ("up\n-1\n", "row 0.*-1"),
-    ],
+    [(None, "no CSV file"), ("a,b\n1,2\n", r"csv.*'up'"), ("up\n1\nfast\n", "row 1.*fast"), ("up\n-1\n", "row 0.*-1")],
 )
 def test_traces_are_checked(tmp_path, text, said):
     file = tmp_path / "trace.csv"

@@ -237,10 +237,7 @@ NEEDS = {
     "personal_clients": {"personal_test": "matched_labels", "allow_changes": ["personal_test"]},
     "privacy": {"weighting": "uniform"},
 }
-WITHOUT_EFFECT = {
-    *("summary", "data_on_device", "client_memory_limit", "allow_changes"),
-    "personal_clients",
-}
+WITHOUT_EFFECT = {*("summary", "data_on_device", "client_memory_limit", "allow_changes"), "personal_clients"}
 
 
 @pytest.fixture(scope="module")

@@ -12,13 +12,11 @@ import torch
 from lightning.pytorch.callbacks import (
     EarlyStopping,
     LambdaCallback,
-    LearningRateMonitor,
     ModelCheckpoint,
     StochasticWeightAveraging,
-    Timer,
     WeightAveraging,
 )
-from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
+from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
 from lightning_lowrank import FedAvg, FederatedLoop, FedMUD, FromIndices, LowRank, MatrixProduct
@@ -69,13 +67,6 @@ def test_limit_train_batches_counts_per_client(tmp_path, limit, counts):
     assert_same(weights(module.net), reference(first_batches(counts)))
 
 
-def test_no_training_batches(tmp_path):
-    module = Module()
-    before = weights(module)
-    fit(trainer(tmp_path, loop(), limit_train_batches=0), module, Data())
-    assert_same(before, weights(module))
-
-
 def test_overfit_batches_takes_each_clients_first_in_order(tmp_path):
     module = Module()
     fit(trainer(tmp_path, loop(), max_epochs=1, overfit_batches=1), module, Data())
@@ -101,15 +92,6 @@ def test_max_steps_cuts_a_round_that_is_still_aggregated(tmp_path):
     # The fourth client has not begun.
     figures = {name: run.callback_metrics[f"federated/{name}"] for name in ("clients", "failed", "samples")}
     assert figures == {"clients": 3, "failed": 0, "samples": sum(SIZES[:3])}
-
-
-@pytest.mark.slow
-def test_max_time(tmp_path):
-    module, seen = Module(), Seen()
-    run = trainer(tmp_path, loop(), seen, max_epochs=10_000, max_time={"seconds": 0.2})
-    fit(run, module, Data())
-    assert any(isinstance(callback, Timer) for callback in run.callbacks)
-    assert_same(seen.ended[-1], weights(module.net))
 
 
 def test_stopping_inside_a_round_validates_the_aggregate(tmp_path):
@@ -226,48 +208,6 @@ def test_a_round_shorter_than_the_interval_is_validated_at_its_end(tmp_path):
     assert run.val_check_interval == interval
 
 
-@pytest.mark.slow
-def test_sanity_check(tmp_path):
-    module, plain = Module(), Module()
-    fit(trainer(tmp_path, loop(), num_sanity_val_steps=-1), module, Data())
-    fit(trainer(tmp_path, loop(), num_sanity_val_steps=0), plain, Data())
-    assert_same(weights(module), weights(plain))
-
-
-@pytest.mark.slow
-def test_barebones(tmp_path):
-    module, plain = Module(), Module()
-    fit(pl.Trainer(barebones=True, max_epochs=3, callbacks=[loop()], accelerator="cpu"), module, Data())
-    fit(trainer(tmp_path, loop()), plain, Data())
-    assert_same(weights(module), weights(plain))
-
-
-@pytest.mark.slow
-def test_bf16_mixed_and_true(tmp_path):
-    for precision, dtype in (("bf16-mixed", torch.float32), ("bf16-true", torch.bfloat16)):
-        module = Module()
-        before = weights(module)
-        run = trainer(tmp_path, loop(), precision=precision)
-        fit(run, module, Data())
-        assert module.net[0].weight.dtype == dtype
-        assert not torch.equal(before["net.0.weight"].to(dtype), module.net[0].weight)
-        assert run.callback_metrics["val_loss"].isfinite()
-
-
-def test_gradient_clipping_by_value(tmp_path):
-    clipped, free = Module(), Module()
-    fit(
-        trainer(tmp_path, loop(), gradient_clip_val=1e-3, gradient_clip_algorithm="value", max_epochs=1),
-        clipped,
-        Data(),
-    )
-    fit(trainer(tmp_path, loop(), max_epochs=1), free, Data())
-    start = weights(network())
-    # Six steps of 0.1 with every gradient entry at most 1e-3.
-    assert (weights(clipped.net)["0.weight"] - start["0.weight"]).abs().max() <= 6 * 0.1 * 1e-3 + 1e-6
-    assert (weights(free.net)["0.weight"] - start["0.weight"]).abs().max() > 6 * 0.1 * 1e-3
-
-
 def test_csv_logger_gets_every_rounds_figures(tmp_path):
     counted = loop()
     fit(trainer(tmp_path, counted, logger=CSVLogger(tmp_path, name="", version=0)), Module(), Data())
@@ -291,54 +231,9 @@ def test_large_byte_counts_are_logged_exactly(tmp_path):
     assert int(run.callback_metrics["comm/total_up_bytes"]) == 2**40 + 1 + 4 * counted.ledger.dense_bytes
 
 
-def test_tensorboard_logger(tmp_path):
-    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-
-    fit(trainer(tmp_path, loop(), logger=TensorBoardLogger(tmp_path, name="", version=0)), Module(), Data())
-    events = EventAccumulator(str(tmp_path / "version_0"))
-    events.Reload()
-    assert len(events.Scalars("comm/up_bytes")) == 3
-
-
-def test_learning_rate_monitor(tmp_path):
-    logger = CSVLogger(tmp_path, name="", version=0)
-    module = Module(scheduler=lambda optimizer: torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5))
-    run = trainer(tmp_path, loop(), LearningRateMonitor("epoch"), logger=logger)
-    fit(run, module, Data())
-    logger.save()
-    with open(tmp_path / "version_0" / "metrics.csv", newline="") as file:
-        rates = [float(row["lr-SGD"]) for row in csv.DictReader(file) if row["lr-SGD"]]
-    assert rates == [0.1, 0.05, 0.025]
-
-
-def test_one_cycle_scheduler_counts_a_clients_batches(tmp_path):
-    class OneCycle(Module):
-        def configure_optimizers(self) -> Any:
-            optimizer = torch.optim.SGD(self.parameters(), lr=0.1)
-            self.total_steps = self.trainer.estimated_stepping_batches
-            scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.1, total_steps=self.total_steps)
-            return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
-
-    module = OneCycle()
-    fit(trainer(tmp_path, loop()), module, Data())
-    assert module.total_steps == 3 * 6
-    rates = module.lr_schedulers().state_dict()
-    # Each round goes on from its longest client, which has six batches.
-    assert rates["last_epoch"] == 3 * 6
-
-
 class RoundAveraging(WeightAveraging):
     def should_update(self, step_idx: int | None = None, epoch_idx: int | None = None) -> bool:
         return epoch_idx is not None
-
-
-def test_weight_averaging_of_global_models(tmp_path):
-    module, seen = Module(), Seen()
-    averaging = RoundAveraging()
-    fit(trainer(tmp_path, loop(), seen, averaging), module, Data())
-    mean = {name: torch.stack([ended[name] for ended in seen.ended]).mean(0) for name in seen.ended[0]}
-    for name, value in weights(module.net).items():
-        torch.testing.assert_close(value, mean[name])
 
 
 @pytest.mark.parametrize("averaging", [RoundAveraging(), StochasticWeightAveraging(0.1)])
@@ -353,19 +248,8 @@ def test_factors_that_are_drawn_anew_while_they_hold_a_change_are_not_averaged(t
         run(2)
 
 
-def test_stochastic_weight_averaging(tmp_path):
-    module, seen = Module(), Seen()
-    averaging = StochasticWeightAveraging(swa_lrs=0.1, swa_epoch_start=2)
-    fit(trainer(tmp_path, loop(), averaging, seen, max_epochs=4), module, Data())
-    # Lightning averages the model at the start of each epoch from the second on.
-    mean = {name: torch.stack([ended[name] for ended in seen.ended[:3]]).mean(0) for name in seen.ended[0]}
-    for name, value in weights(module.net).items():
-        torch.testing.assert_close(value, mean[name])
-
-
 @pytest.mark.parametrize(
-    "reader",
-    [RoundAveraging(), StochasticWeightAveraging(0.1), Seen(), LambdaCallback(on_train_epoch_end=print)],
+    "reader", [RoundAveraging(), StochasticWeightAveraging(0.1), Seen(), LambdaCallback(on_train_epoch_end=print)]
 )
 def test_refuses_readers_of_weights_before_the_loop(tmp_path, reader):
     with pytest.raises(MisconfigurationException, match=f"{type(reader).__name__} comes before FederatedLoop"):

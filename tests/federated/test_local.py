@@ -20,7 +20,6 @@ from lightning.pytorch.callbacks import (
 from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.plugins.io import TorchCheckpointIO
 from lightning.pytorch.plugins.precision import MixedPrecision
-from lightning.pytorch.profilers import SimpleProfiler
 from lightning.pytorch.strategies import SingleDeviceStrategy
 from lightning.pytorch.utilities.exceptions import MisconfigurationException, SIGTERMException
 from torch import nn
@@ -342,23 +341,6 @@ def test_hooks_of_a_batch_and_of_a_turn(tmp_path):
     assert rates == list(range(1, sum(steps), 2))
 
 
-def test_loggers_write_where_the_steps_pass_a_multiple(tmp_path):
-    class OnStep(Module):
-        def training_step(self, batch, batch_idx):
-            self.log("step_loss", float(batch_idx))
-            return self.loss(batch)
-
-    loop = FederatedLoop(FedAvg(), partition=FromIndices(CLIENTS), summary=False)
-    settings = {"logger": CSVLogger(tmp_path, name="", version=0), "log_every_n_steps": 4, "max_epochs": 1}
-    run = trainer(tmp_path, loop, **settings)
-    fit(run, OnStep(), Data(shuffle=False))
-    run.logger.save()
-    with open(tmp_path / "version_0" / "metrics.csv", newline="") as file:
-        rows = [(int(row["step"]), float(row["step_loss"])) for row in csv.DictReader(file) if row["step_loss"]]
-    # Clients make 1, 6, 3 and 5 steps; the mean of a client's is what is shown of it.
-    assert rows == [(3, 2.5), (7, 1.0), (11, 2.0)]
-
-
 def test_what_the_training_loader_shows(tmp_path):
     shown = []
 
@@ -379,20 +361,6 @@ def test_what_the_training_loader_shows(tmp_path):
         for clients in ([0, 1], [2], [0, 1, 3])
         for each in [*((steps[client], list(range(len(clients))), 8, SAMPLES) for client in clients), len(clients)]
     ]
-
-
-def test_a_profiler_has_the_lines_of_each_step(tmp_path):
-    profiler, plain = SimpleProfiler(), SimpleProfiler()
-    loop = FederatedLoop(FedAvg(), partition=FromIndices(CLIENTS), summary=False)
-    fit(trainer(tmp_path, loop, Counts(), profiler=profiler, max_epochs=1), Module(), Data())
-    fit(trainer(tmp_path, Counts(), profiler=plain, max_epochs=1), Module(), Data())
-    found, wanted = (
-        {name: len(times) for name, times in each.recorded_durations.items()} for each in (profiler, plain)
-    )
-    steps = sum(-(-len(indices) // 8) for indices in CLIENTS)
-    for name, times in wanted.items():
-        if times == BATCHES and "batch_transfer" not in name and "batch_to_device" not in name:
-            assert found[name] in (steps, steps + len(CLIENTS)), name
 
 
 # Ends of a client's training
@@ -637,7 +605,11 @@ def test_all_is_put_back(tmp_path, fails):
         run.fit(module, data)
     assert [set(vars(part)) for part in parts] == before
     assert not {"log", "optimizer_step", "training_step", "on_load_checkpoint"} & vars(module).keys()
-    assert run.limit_train_batches == 3
+    assert (run.limit_train_batches, run.reload_dataloaders_every_n_epochs) == (3, 0)
+    assert "val_dataloader" not in vars(data)
+    assert run.fit_loop._data_source.instance is data
+    assert not module._state_dict_hooks
+    assert data.validation_loaders_made <= 2
     assert type(run) is pl.Trainer
     assert type(run.strategy.checkpoint_io) is TorchCheckpointIO
     assert not any(optimizer._optimizer_step_pre_hooks for optimizer in run.optimizers)

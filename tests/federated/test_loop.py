@@ -114,8 +114,7 @@ def test_local_steps_go_on_into_further_passes(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("weighting", "sizes"),
-    [("uniform", [1, 1, 1, 1]), (lambda client: client.samples**0.5, [s**0.5 for s in SIZES])],
+    ("weighting", "sizes"), [("uniform", [1, 1, 1, 1]), (lambda client: client.samples**0.5, [s**0.5 for s in SIZES])]
 )
 def test_weighting(tmp_path, weighting, sizes):
     module = Module()
@@ -221,20 +220,6 @@ def test_manual_optimization_with_several_optimizers(tmp_path):
 
 
 @pytest.mark.slow
-def test_one_client_that_keeps_its_optimizer_is_plain_training(tmp_path):
-    plain, federated = (
-        Module(optimizer=MOMENTUM, scheduler=STEP_LR),
-        Module(optimizer=MOMENTUM, scheduler=STEP_LR),
-    )
-    fit(trainer(tmp_path, accumulate_grad_batches=2), plain, Data(shuffle=False))
-    one = FederatedLoop(
-        FedAvg(), clients=1, partition=FromIndices([list(range(103))]), optimizer_state="keep", summary=False
-    )
-    fit(trainer(tmp_path, one, accumulate_grad_batches=2), federated, Data(shuffle=False))
-    assert_same(weights(plain), weights(federated))
-
-
-@pytest.mark.slow
 def test_kept_optimizer_state_returns_to_its_client(tmp_path):
     module = Module(optimizer=MOMENTUM)
     kept = loop(optimizer_state="keep", participants=[[0, 1], [1], [0, 1]])
@@ -330,11 +315,7 @@ def test_randomness_depends_on_round_client_and_step_alone(tmp_path):
         module = Module(network(dropout=0.5))
         torch.manual_seed(disturbance)
         before = torch.get_rng_state()
-        fit(
-            trainer(tmp_path, loop(), max_epochs=2, limit_val_batches=0),
-            module,
-            Data(data, num_workers=workers),
-        )
+        fit(trainer(tmp_path, loop(), max_epochs=2, limit_val_batches=0), module, Data(data, num_workers=workers))
         assert torch.equal(before, torch.get_rng_state())
         ends.append(weights(module.net))
     assert_same(ends[0], ends[1])
@@ -457,16 +438,6 @@ def test_empty_and_single_sample_clients(tmp_path):
     assert not torch.equal(before["net.0.weight"], module.net[0].weight)
 
 
-@pytest.mark.slow
-def test_dirichlet_clients_learn(tmp_path):
-    learning = FederatedLoop(
-        FedAvg(), clients=6, clients_per_round=3, partition=Dirichlet(0.3), local_epochs=2, summary=False
-    )
-    fitted = trainer(tmp_path, learning, max_epochs=12)
-    fit(fitted, Module(), Data())
-    assert fitted.callback_metrics["val_acc"] > 0.85
-
-
 def test_bytes_are_those_of_the_encoding(tmp_path):
     import safetensors.torch
 
@@ -514,18 +485,6 @@ def test_frozen_parameters_stay_and_are_not_sent(tmp_path):
     before = weights(module.net[0])
     fit(trainer(tmp_path, loop()), module, Data())
     assert_same(before, weights(module.net[0]))
-
-
-def test_the_trainer_is_given_back(tmp_path):
-    data, module = Data(), Module()
-    fitted = trainer(tmp_path, loop(), limit_train_batches=2)
-    fit(fitted, module, data)
-    assert fitted.limit_train_batches == 2
-    assert fitted.reload_dataloaders_every_n_epochs == 0
-    assert "val_dataloader" not in vars(data)
-    assert fitted.fit_loop._data_source.instance is data
-    assert not module._state_dict_hooks
-    assert data.validation_loaders_made <= 2
 
 
 @pytest.mark.slow

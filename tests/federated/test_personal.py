@@ -241,10 +241,7 @@ def test_training_is_the_same_with_and_without(tmp_path):
 
 class Two(UnequalClients):
     def variants(self, server):
-        return {
-            "zero": {name: torch.zeros_like(value) for name, value in server.model.items()},
-            "same": server.model,
-        }
+        return {"zero": {name: torch.zeros_like(value) for name, value in server.model.items()}, "same": server.model}
 
 
 @pytest.mark.slow

@@ -1,6 +1,5 @@
 """A run that was killed and resumed ends as the run that was not."""
 
-import signal
 import subprocess
 import sys
 from functools import partial
@@ -185,52 +184,6 @@ def test_checkpoints_hold_the_global_model(tmp_path, make):
         assert_same(saved["state_dict"], weights(module) if last else rounds.begun[1])
 
 
-SCRIPT = """
-import sys, os, signal
-sys.path.insert(0, {root!r})
-from pathlib import Path
-from tests.federated.test_resume import experiment
-from tests.helpers import Data, fit
-import lightning.pytorch as pl
-import torch
-
-torch.set_num_threads({threads})
-
-class Kill(pl.Callback):
-    def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
-        if trainer.global_step == {step}:
-            os.kill(os.getpid(), signal.SIGKILL)
-
-run, module, loop, figures = experiment(Path({folder!r}), True)
-run.callbacks.insert(-3, Kill())
-fit(run, module, Data(drop_last=True, batch_size=4))
-"""
-
-
-@pytest.mark.nightly
-def test_resume_after_sigkill(tmp_path):
-    run, module, loop, _ = experiment(tmp_path / "whole", True)
-    fit(run, module, Data(drop_last=True, batch_size=4))
-    folder = tmp_path / "killed"
-    killed = subprocess.run(
-        [
-            sys.executable,
-            "-c",
-            SCRIPT.format(root=str(ROOT), folder=str(folder), step=17, threads=torch.get_num_threads()),
-        ],
-        capture_output=True,
-        timeout=300,
-    )
-    assert killed.returncode == -signal.SIGKILL, killed.stderr.decode()[-2000:]
-    newest = max(folder.glob("step=*.ckpt"), key=lambda file: int(file.name.split("=")[1].split("-")[0]))
-    # It is of the end of the client before.
-    assert 0 < int(newest.name.split("=")[1].split("-")[0]) < 17
-    resumed, again, loop_again, _ = experiment(folder, True, save=False)
-    fit(resumed, again, Data(drop_last=True, batch_size=4), ckpt_path=newest)
-    assert_same(weights(module), weights(again))
-    assert loop.ledger.state_dict() == loop_again.ledger.state_dict()
-
-
 @pytest.mark.slow
 def test_every_road_to_a_checkpoint(tmp_path):
     def callbacks():
@@ -265,11 +218,7 @@ def test_every_road_to_a_checkpoint(tmp_path):
 def test_load_dense_says_what_is_missing(tmp_path):
     checkpoint = ModelCheckpoint(tmp_path, "weights", save_weights_only=True)
     converted = LowRank(MatrixProduct(), rank=1, summary=False)
-    fit(
-        trainer(tmp_path, converted, FederatedLoop(FedAvg(), clients=2, summary=False), checkpoint),
-        Module(),
-        Data(),
-    )
+    fit(trainer(tmp_path, converted, FederatedLoop(FedAvg(), clients=2, summary=False), checkpoint), Module(), Data())
     with pytest.raises(MisconfigurationException, match="save_weights_only=True"):
         load_dense(tmp_path / "weights.ckpt", Module())
 

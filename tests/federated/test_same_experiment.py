@@ -7,7 +7,6 @@ import resource
 import signal
 import subprocess
 import sys
-from functools import partial
 from pathlib import Path
 
 import pytest
@@ -17,21 +16,7 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import nn
 from torch.utils.data import Subset, TensorDataset
 
-from lightning_lowrank import (
-    IID,
-    BlockKronecker,
-    Dirichlet,
-    FedAvg,
-    FederatedLoop,
-    FedProx,
-    LowRank,
-    MaskAbsentClasses,
-    MatrixProduct,
-    NormBound,
-    Quantize,
-    SystemModel,
-    TopK,
-)
+from lightning_lowrank import FedAvg, FederatedLoop
 from lightning_lowrank.federated import client_states
 from lightning_lowrank.federated.fingerprint import differences, with_defaults
 from tests.helpers import Data, Module, blobs, fit, trainer
@@ -179,140 +164,3 @@ def test_a_process_that_is_killed_leaves_no_file_of_a_random_name(tmp_path):
     assert torch.equal(client_states.load(path)["values"], torch.zeros(10))
     client_states.save({"values": torch.ones(10)}, path)
     assert [each.name for each in tmp_path.iterdir()] == ["client.safetensors"]
-
-
-class Wrapped(TensorDataset):
-    """Reads its samples through a function."""
-
-    def __init__(self, transform, *tensors):
-        super().__init__(*tensors)
-        self.transform = transform
-
-    def __getitem__(self, index):
-        inputs, target = super().__getitem__(index)
-        return self.transform(inputs), target
-
-
-def halved(inputs):
-    return inputs / 2
-
-
-def made(tmp_path, checkpoint, **changed):
-    """Make two rounds, or the second one, of a run in which one thing is changed."""
-    given = {
-        "algorithm": FedProx(0.1),
-        "loop": {},
-        "rank": 2,
-        "net": lambda: nn.Sequential(nn.Linear(6, 16), nn.ReLU(), nn.Dropout(0.1), nn.Linear(16, 4)),
-        "optimizer": {"lr": 0.1, "momentum": 0.5},
-        "scheduler": partial(torch.optim.lr_scheduler.StepLR, step_size=1, gamma=0.5),
-        "loader": {"batch_size": 8},
-        "trainer": {"gradient_clip_val": 5.0},
-        "samples": lambda inputs, targets: TensorDataset(inputs, targets),
-        "frozen": False,
-        **changed,
-    }
-    settings = {
-        "partition": Dirichlet(1.0, min_samples=2),
-        "clients": 4,
-        "clients_per_round": 3,
-        "uplink": [Quantize(8)],
-        "summary": False,
-        **given["loop"],
-    }
-    torch.manual_seed(0)
-    module = Module(
-        given["net"](), optimizer=partial(torch.optim.SGD, **given["optimizer"]), scheduler=given["scheduler"]
-    )
-    module.net[3].bias.requires_grad_(not given["frozen"])
-    low_rank = given.get("low_rank") or LowRank(
-        MatrixProduct(), **{"rank": given["rank"], "role": "update", "summary": False, **given.get("lowrank", {})}
-    )
-    saver = [] if checkpoint else [ModelCheckpoint(tmp_path, "{epoch}", save_top_k=-1)]
-    loop = FederatedLoop(given["algorithm"], **{"seed": 0, **settings})
-    run = trainer(tmp_path, low_rank, loop, *saver, max_epochs=2, limit_val_batches=0, **given["trainer"])
-    fit(run, module, Data(given["samples"](*blobs(80).tensors), **given["loader"]), ckpt_path=checkpoint)
-
-
-def moved(inputs, targets):
-    inputs = inputs.clone()
-    inputs[7, 2] += 1e-3
-    return TensorDataset(inputs, targets)
-
-
-CHANGES = {
-    "clients": {"loop": {"clients": 5}},
-    "cohort": {"loop": {"clients_per_round": 2}},
-    "share of clients": {"loop": {"clients_per_round": 0.75}},
-    "alpha": {"loop": {"partition": Dirichlet(0.9, min_samples=2)}},
-    "least samples": {"loop": {"partition": Dirichlet(1.0, min_samples=1)}},
-    "partition": {"loop": {"partition": IID()}},
-    "seed": {"loop": {"seed": 1}},
-    "local epochs": {"loop": {"local_epochs": 2}},
-    "local steps": {"loop": {"local_steps": 3}},
-    "weighting": {"loop": {"weighting": "uniform"}},
-    "codec": {"loop": {"uplink": [TopK(0.5)]}},
-    "bits": {"loop": {"uplink": [Quantize(4)]}},
-    "no codec": {"loop": {"uplink": []}},
-    "downlink": {"loop": {"downlink": [Quantize(8)]}},
-    "robust rule": {"loop": {"aggregator": NormBound(1.0)}},
-    "participants": {"loop": {"participants": [[0, 1, 2]] * 2, "clients_per_round": None}},
-    "weights of clients": {"loop": {"sampling_weights": [1.0, 1.0, 1.0, 2.0]}},
-    "availability": {"loop": {"availability": [1.0, 1.0, 1.0, 0.5]}},
-    "failures": {"loop": {"client_dropout": 0.1}},
-    "kept moments": {"loop": {"optimizer_state": "keep"}},
-    "single client": {"loop": {"client_settings": {1: {"lr": 0.01}}}},
-    "deadline": {"loop": {"system": SystemModel(bandwidth=1e3, deadline=9.0)}},
-    "statistics": {"loop": {"buffers": "local"}},
-    "objective": {"loop": {"objective": MaskAbsentClasses("net", classes=4)}},
-    "method": {"algorithm": FedAvg()},
-    "mu": {"algorithm": FedProx(0.2)},
-    "rank": {"rank": 3},
-    "alpha of LoRA": {"lowrank": {"alpha": 4.0}},
-    "start": {"lowrank": {"init": "lora"}},
-    "role": {"lowrank": {"role": "weight"}},
-    "decoupled": {"lowrank": {"decouple": True}},
-    "factorization": {"low_rank": LowRank(BlockKronecker(), rank=2, role="update", summary=False, allow_larger=True)},
-    "learning rate": {"optimizer": {"lr": 0.2, "momentum": 0.5}},
-    "momentum": {"optimizer": {"lr": 0.1, "momentum": 0.9}},
-    "weight decay": {"optimizer": {"lr": 0.1, "momentum": 0.5, "weight_decay": 1e-4}},
-    "nesterov": {"optimizer": {"lr": 0.1, "momentum": 0.5, "nesterov": True}},
-    "decay": {"scheduler": partial(torch.optim.lr_scheduler.ExponentialLR, gamma=0.5)},
-    "no decay": {"scheduler": None},
-    "clipping": {"trainer": {"gradient_clip_val": 1.0}},
-    "clipped by value": {"trainer": {"gradient_clip_val": 5.0, "gradient_clip_algorithm": "value"}},
-    "accumulated": {"trainer": {"gradient_clip_val": 5.0, "accumulate_grad_batches": 2}},
-    "fewer batches": {"trainer": {"gradient_clip_val": 5.0, "limit_train_batches": 0.5}},
-    "precision": {"trainer": {"gradient_clip_val": 5.0, "precision": "64-true"}},
-    "batch size": {"loader": {"batch_size": 4}},
-    "dropped batches": {"loader": {"batch_size": 8, "drop_last": True}},
-    "order": {"loader": {"batch_size": 8, "shuffle": False}},
-    "dropout": {"net": lambda: nn.Sequential(nn.Linear(6, 16), nn.ReLU(), nn.Dropout(0.2), nn.Linear(16, 4))},
-    "activation": {"net": lambda: nn.Sequential(nn.Linear(6, 16), nn.GELU(), nn.Dropout(0.1), nn.Linear(16, 4))},
-    "width": {"net": lambda: nn.Sequential(nn.Linear(6, 12), nn.ReLU(), nn.Dropout(0.1), nn.Linear(12, 4))},
-    "frozen bias": {"frozen": True},
-    "a thousandth in one number": {"samples": moved},
-    "two samples exchanged": {
-        "samples": lambda x, y: TensorDataset(x[[1, 0, *range(2, 80)]], y[[1, 0, *range(2, 80)]])
-    },
-    "one label": {"samples": lambda x, y: TensorDataset(x, torch.cat([(y[:1] + 1) % 4, y[1:]]))},
-    "one more sample": {"samples": lambda x, y: TensorDataset(torch.cat([x, x[:1]]), torch.cat([y, y[:1]]))},
-    "transform": {"samples": partial(Wrapped, halved)},
-}
-
-
-@pytest.fixture(scope="module")
-def first_round(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("first")
-    made(folder, None)
-    return folder / "epoch=0.ckpt"
-
-
-@pytest.mark.nightly
-@pytest.mark.parametrize("change", CHANGES)
-def test_no_change_is_accepted_in_silence(tmp_path, first_round, change):
-    made(tmp_path, first_round)
-    # The changed run is one by itself.
-    made(tmp_path, None, **CHANGES[change])
-    with pytest.raises(MisconfigurationException, match="checkpoint"):
-        made(tmp_path, first_round, **CHANGES[change])

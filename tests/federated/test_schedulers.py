@@ -28,9 +28,7 @@ class HalvesInPlace(Module):
     """Halves an option that is a tensor in each step."""
 
     def __init__(self, option):
-        super().__init__(
-            optimizer=partial(torch.optim.SGD, lr=torch.tensor(0.1), weight_decay=torch.tensor(0.25)),
-        )
+        super().__init__(optimizer=partial(torch.optim.SGD, lr=torch.tensor(0.1), weight_decay=torch.tensor(0.25)))
         self.option = option
         self.first = []
 

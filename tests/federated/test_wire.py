@@ -401,11 +401,7 @@ class Unequal(FedAvg):
         (RandomMask, {"uplink": [LowRankCodec(2)]}, r"RandomMask.*LowRankCodec"),
         (partial(EF21P, 0.1, 0.1), {"downlink": [Half()]}, "EF21P .* leave out downlink"),
         (Unequal, {"downlink": [Half(error_feedback=True)]}, "error_feedback"),
-        (
-            partial(RandomCoordinates, 0.5, 0.5),
-            {"uplink": [Half(error_feedback=True)]},
-            "RandomCoordinates",
-        ),
+        (partial(RandomCoordinates, 0.5, 0.5), {"uplink": [Half(error_feedback=True)]}, "RandomCoordinates"),
         (partial(RandomCoordinates, 0.5, 0.5), {"uplink": [TopK(0.5)]}, r"RandomCoordinates.*TopK"),
         (RandomMask, {"uplink": [Half(), Sign()]}, r"RandomMask.*uplink=\[Half\(\)\].*\[Quantize\(\)\]"),
     ],

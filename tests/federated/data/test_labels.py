@@ -121,15 +121,9 @@ def test_find_labels_prefers_the_users_function():
 @pytest.mark.parametrize(
     ("dataset", "message"),
     [
-        (
-            WithAttribute(2, targets=torch.tensor([0.5, 1.0])),
-            r"WithAttribute\.targets.*\[2\].*labels",
-        ),
+        (WithAttribute(2, targets=torch.tensor([0.5, 1.0])), r"WithAttribute\.targets.*\[2\].*labels"),
         (WithAttribute(2, targets=torch.eye(2)), r"\[2, 2\].*labels.*FederatedLoop"),
-        (
-            TensorDataset(torch.randn(2, 3), torch.tensor([[0, 1], [1, 0]])),
-            r"TensorDataset\.tensors.*\[2, 2\]",
-        ),
+        (TensorDataset(torch.randn(2, 3), torch.tensor([[0, 1], [1, 0]])), r"TensorDataset\.tensors.*\[2, 2\]"),
         ([(0, 0.5), (0, 1.5)], r"\[2\].*labels.*FederatedLoop"),
         ([(0, torch.tensor([0, 1])), (0, torch.tensor([1]))], "different lengths"),
         ([(0, "a"), (0, 1)], r"labels.*FederatedLoop"),

@@ -204,18 +204,6 @@ def test_capped_dirichlet_equals_the_textbook_loop(seed):
     assert int((counts != expected).sum()) <= 2
 
 
-@pytest.mark.parametrize("alpha", [1e-6, 0.05, 0.3])
-def test_capped_clients_get_nothing_more(alpha):
-    clients, touched = 25, 0
-    for seed in range(10):
-        counts = Dirichlet(alpha).split(1003, clients, seed, LABELS).label_counts(LABELS)
-        before = counts.cumsum(1) - counts
-        full = before * clients >= 1003
-        touched += int(full.sum())
-        assert not (counts[full] > 0).any()
-    assert touched > 0
-
-
 def test_a_client_with_exactly_the_mean_is_full():
     counts = Dirichlet(1e-9).split(1000, 10, 0, LABELS[:1000]).label_counts(LABELS[:1000])
     assert ((counts == 100).sum(0) == 1).all()
@@ -240,10 +228,7 @@ def test_min_samples_redraws_until_it_holds():
 
 @pytest.mark.slow
 def test_min_samples_that_no_draw_reaches_is_an_error_that_names_everything():
-    with pytest.raises(
-        MisconfigurationException,
-        match=r"alpha=1e-06.*clients=30.*min_samples=3",
-    ):
+    with pytest.raises(MisconfigurationException, match=r"alpha=1e-06.*clients=30.*min_samples=3"):
         Dirichlet(1e-6, min_samples=3).split(1003, 30, 0, LABELS)
 
 
@@ -352,10 +337,7 @@ WRITERS = ["zoe", "ada", "zoe", "ben"]
         (ByKey("writer"), WithAttribute(4, writer=np.array(WRITERS, dtype=object))),
         (ByKey("writer"), [{"writer": name} for name in WRITERS]),
         (ByKey("writer"), Subset(WithAttribute(5, writer=["eve", *WRITERS]), [1, 2, 3, 4])),
-        (
-            ByKey("writer"),
-            ConcatDataset([WithAttribute(1, writer=["zoe"]), WithAttribute(3, writer=WRITERS[1:])]),
-        ),
+        (ByKey("writer"), ConcatDataset([WithAttribute(1, writer=["zoe"]), WithAttribute(3, writer=WRITERS[1:])])),
         (ByKey(lambda dataset: [sample[0] for sample in dataset]), [(name, 0) for name in WRITERS]),
     ],
     ids=["attribute", "objects", "field", "subset", "concatenation", "function"],
@@ -465,22 +447,6 @@ def test_from_indices_refuses_another_number_of_clients_and_wrong_indices():
 
 
 # Real data
-
-
-def test_fashion_mnist_as_in_fedmud(fashion_labels):
-    indices = Dirichlet(0.3, min_samples=10).split(60_000, 100, 0, fashion_labels)
-    assert indices.indices.sort().values.equal(torch.arange(60_000))
-    assert int(indices.sizes.min()) >= 10
-    counts = indices.label_counts(fashion_labels)
-    assert counts.sum(0).tolist() == [6000] * 10
-    assert not (counts[(counts.cumsum(1) - counts) * 100 >= 60_000] > 0).any()
-
-    counts = LabelCount(3).split(60_000, 100, 0, fashion_labels).label_counts(fashion_labels)
-    assert ((counts > 0).sum(1) == 3).all()
-    assert counts.sum(0).tolist() == [6000] * 10
-
-    counts = LabelCount(3, balanced=True).split(60_000, 100, 0, fashion_labels).label_counts(fashion_labels)
-    assert sorted(set(counts.flatten().tolist())) == [0, 200]
 
 
 @pytest.mark.slow

@@ -256,12 +256,7 @@ RUNS: dict[str, Callable[[], dict[str, Any]]] = {
     "vectorized": partial(_fedmud, execution="vectorized"),
     # How many clients step together decides how they are rounded, and control variates are changes over small rates.
     "together": partial(
-        _method,
-        "SCAFFOLD",
-        execution="vectorized",
-        chunk_size=2,
-        clients_per_round=4,
-        trainer={"precision": "64-true"},
+        _method, "SCAFFOLD", execution="vectorized", chunk_size=2, clients_per_round=4, trainer={"precision": "64-true"}
     ),
     "kept": partial(_fedavg, optimizer_state="keep", buffers="local"),
     "stepwise": lambda: {

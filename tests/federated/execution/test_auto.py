@@ -25,13 +25,7 @@ from torch import nn
 from torch.utils.data import DataLoader, Dataset, TensorDataset, get_worker_info
 from torchmetrics import MeanMetric
 
-from lightning_lowrank import (
-    ClientPrivacy,
-    DifferentialPrivacy,
-    FedAvg,
-    FederatedLoop,
-    FromIndices,
-)
+from lightning_lowrank import ClientPrivacy, DifferentialPrivacy, FedAvg, FederatedLoop, FromIndices
 from lightning_lowrank.federated import rounds
 from lightning_lowrank.federated.data.planner import RoundPlanner
 from lightning_lowrank.federated.execution import auto, memory, stack
@@ -671,11 +665,7 @@ def test_single_samples_keep_their_format(tmp_path, capsys, monkeypatch):
         assert_close(ends[0], end, tolerance=0)
 
 
-EMPTY = {
-    "privacy": ClientPrivacy(noise_multiplier=1.0),
-    "weighting": "uniform",
-    "clients_per_round": 2,
-}
+EMPTY = {"privacy": ClientPrivacy(noise_multiplier=1.0), "weighting": "uniform", "clients_per_round": 2}
 
 
 def seed_of(cohorts):

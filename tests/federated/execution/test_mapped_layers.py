@@ -313,11 +313,7 @@ def test_nan_stays_with_its_client():
 
 @pytest.mark.parametrize(
     ("change", "message"),
-    [
-        ({"padding": "full"}, "padding"),
-        ({"padding": "same", "stride": 2}, "strided"),
-        ({"inputs": 5}, "channels"),
-    ],
+    [({"padding": "full"}, "padding"), ({"padding": "same", "stride": 2}, "strided"), ({"inputs": 5}, "channels")],
 )
 def test_torch_refuses_in_its_own_words(change, message):
     function, tensors = case(**{"inputs": 4, **change})

@@ -10,15 +10,7 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import nn
 from torch.utils.data import TensorDataset
 
-from lightning_lowrank import (
-    FedAvg,
-    FederatedLoop,
-    FedMUD,
-    FedProx,
-    FromIndices,
-    LowRank,
-    MatrixProduct,
-)
+from lightning_lowrank import FedAvg, FederatedLoop, FedMUD, FedProx, FromIndices, LowRank, MatrixProduct
 from lightning_lowrank.federated.client_optimizers import _ELEMENTWISE
 from lightning_lowrank.federated.execution.stack import ClientStack
 from lightning_lowrank.federated.protocols import OwnSteps, UnequalClients
@@ -87,8 +79,7 @@ def test_clips_with_a_parameter_without_dimensions(tmp_path):
 @nightly_except("Adadelta", "momentum")
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "optimizer",
-    [pytest.param(name, marks=() if name == "ProjectedAdamW" else pytest.mark.slow) for name in OPTIMIZERS],
+    "optimizer", [pytest.param(name, marks=() if name == "ProjectedAdamW" else pytest.mark.slow) for name in OPTIMIZERS]
 )
 @pytest.mark.nightly
 def test_clients_that_keep_their_moments(tmp_path, optimizer):
@@ -180,12 +171,7 @@ def test_clients_without_settings_of_their_own_may_be_given_none():
 def test_a_clients_learning_rate_and_a_schedule_of_steps(tmp_path):
     decay = partial(torch.optim.lr_scheduler.StepLR, step_size=2)
     with pytest.raises(MisconfigurationException, match=r"lr=0\.02"):
-        run(
-            tmp_path,
-            "sequential",
-            client_settings=SETTINGS,
-            module=partial(Module, scheduler=decay, interval="step"),
-        )
+        run(tmp_path, "sequential", client_settings=SETTINGS, module=partial(Module, scheduler=decay, interval="step"))
 
 
 @nightly_except("CP")
@@ -386,15 +372,6 @@ def test_other_datasets_and_workers(tmp_path, workers):
     both(tmp_path, data=Data(Listed(), num_workers=workers), trainer={"max_epochs": 2})
 
 
-@pytest.mark.slow
-def test_logged_values_are_the_same_means(tmp_path):
-    losses = []
-    for execution in ("sequential", "vectorized"):
-        _, _, fitted = run(tmp_path, execution, trainer={"max_epochs": 2})
-        losses.append(fitted.callback_metrics["train_loss"])
-    torch.testing.assert_close(*losses)
-
-
 @pytest.mark.parametrize("execution", ["sequential", "vectorized"])
 def test_what_is_no_number_is_not_logged(tmp_path, execution):
     class Several(Module):
@@ -482,28 +459,6 @@ def test_rounds_that_are_cut_short(tmp_path, limits):
     held = {id(value) for group in fitted.optimizers[0].param_groups for value in group["params"]}
     assert held == {id(value) for value in module.parameters()}
     assert not {"training_step", "configure_gradient_clipping", "log"} & vars(module).keys()
-
-
-@pytest.mark.slow
-@pytest.mark.nightly
-def test_a_torchvision_network(tmp_path):
-    from torchvision.models import shufflenet_v2_x0_5
-
-    class Vision(Module):
-        def __init__(self):
-            torch.manual_seed(0)
-            super().__init__(shufflenet_v2_x0_5(num_classes=4), optimizer=partial(torch.optim.SGD, lr=0.01))
-
-    images = TensorDataset(torch.randn(24, 3, 32, 32).double(), torch.arange(24) % 4)
-    parts = FromIndices([list(range(start, start + 8)) for start in (0, 8, 16)])
-    both(
-        tmp_path,
-        module=Vision,
-        data=Data(images, batch_size=4),
-        partition=parts,
-        trainer={"max_epochs": 1},
-        tolerance=1e-6,
-    )
 
 
 class Marked(UnequalClients):
