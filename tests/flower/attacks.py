@@ -80,9 +80,7 @@ def hostile_recipes(folder: Path, marker: Path, secret: Path, address: str, writ
         # Files.
         "a file in an error": changed(trainer={"callbacks": str(secret)}),
         "a page in an error": changed(trainer={"callbacks": f"{address}/secret"}),
-        "a file beside the data": changed(
-            data={"class_path": "Arrays", "init_args": {"train": f"../{secret.name}"}},
-        ),
+        "a file beside the data": changed(data={"class_path": "Arrays", "init_args": {"train": f"../{secret.name}"}}),
         # State.
         "the site's own account as a study": changed(
             data=merged(

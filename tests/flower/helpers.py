@@ -48,6 +48,11 @@ BASE: dict[str, Any] = {
         "num_sanity_val_steps": 0,
     },
 }
+SMALL = {
+    "federated": {"clients_per_round": None, "local_epochs": 1},
+    "data": {"init_args": {"limit_samples": 60}},
+    "trainer": {"max_epochs": 2, "limit_val_batches": 0},
+}
 MUD = {"factorization": "BlockKronecker", "rank": 2, "role": "update", "decouple": True, "summary": False}
 LORA = {
     "factorization": "MatrixProduct",

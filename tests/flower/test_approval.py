@@ -30,14 +30,8 @@ from lightning_lowrank.flower.recipe import resolve
 from lightning_lowrank.flower.site import Site
 from tests import texts
 from tests.flower.attacks import hostile_recipes
-from tests.flower.helpers import approve, entries_of, merged, method, reasons, run_on_sites, write_recipe
+from tests.flower.helpers import SMALL, approve, entries_of, merged, method, reasons, run_on_sites, write_recipe
 from tests.flower.local_grid import LocalGrid
-
-SMALL = {
-    "federated": {"clients_per_round": None, "local_epochs": 1},
-    "data": {"init_args": {"limit_samples": 60}},
-    "trainer": {"max_epochs": 2, "limit_val_batches": 0},
-}
 
 
 @pytest.fixture(autouse=True)
@@ -614,8 +608,7 @@ def nested_without_end(folder, marker):
 
 
 @pytest.mark.parametrize(
-    "change",
-    [pickled, pickled_under_the_others_name, of_a_module, of_exabytes, nested_without_end],
+    "change", [pickled, pickled_under_the_others_name, of_a_module, of_exabytes, nested_without_end]
 )
 def test_an_adapter_runs_nothing(tmp_path, monkeypatch, change):
     monkeypatch.syspath_prepend(tmp_path)

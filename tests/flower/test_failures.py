@@ -255,7 +255,10 @@ def test_fewer_sites_than_the_recipe_needs_are_refused(tmp_path):
 
 
 def test_settings_are_checked():
-    for settings in ({"on_bad_payload": "ignore"}, {"round_timeout": 0.0}, {"start_timeout": -1.0}):
+    for settings in (
+        *({"on_bad_payload": "ignore"}, {"round_timeout": 0.0}, {"start_timeout": -1.0}),
+        *({"min_sites": -1}, {"min_sites": 1.5}, {"keep_broadcasts": 0}),
+    ):
         with pytest.raises(MisconfigurationException, match=next(iter(settings)).replace("_", "-")):
             RemoteRounds(None, b"", LocalGrid(), **settings)  # type: ignore[arg-type]
 
@@ -271,10 +274,7 @@ def test_settings_are_checked():
         ({"trainer": {"max_steps": 10}}, r"trainer\.max_steps"),
         ({"trainer": {"fast_dev_run": True}}, r"trainer\.fast_dev_run"),
         ({"seeds": [0, 1]}, "seed_everything"),
-        (
-            {"trainer": {"callbacks": [{"class_path": "StaticBatchNorm"}]}},
-            "StaticBatchNorm",
-        ),
+        ({"trainer": {"callbacks": [{"class_path": "StaticBatchNorm"}]}}, "StaticBatchNorm"),
         (
             {
                 "federated": {

@@ -20,14 +20,8 @@ from lightning_lowrank.flower.privacy_account import PrivacyAccount
 from lightning_lowrank.flower.recipe import build
 from lightning_lowrank.flower.remote_rounds import RemoteRounds
 from lightning_lowrank.flower.site import Site
-from tests.flower.helpers import MUD, approve, entries_of, merged, method, reasons, run_on_sites, write_recipe
+from tests.flower.helpers import MUD, SMALL, approve, entries_of, merged, method, reasons, run_on_sites, write_recipe
 from tests.grids import nightly_except
-
-SMALL = {
-    "federated": {"clients_per_round": None, "local_epochs": 1},
-    "data": {"init_args": {"limit_samples": 60}},
-    "trainer": {"max_epochs": 2, "limit_val_batches": 0},
-}
 
 
 @pytest.mark.parametrize("suffix", [".yaml", ".toml"])

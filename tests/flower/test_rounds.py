@@ -8,7 +8,6 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import nn
 
 from lightning_lowrank import load_dense
-from lightning_lowrank.flower.client import client_app
 from lightning_lowrank.lora.adapters import find_adapters
 from lightning_lowrank.models import MLP, Classifier
 from tests.flower.helpers import (
@@ -29,17 +28,6 @@ from tests.interop.test_quantised import StandIn
 RESETS = {"federated": {"algorithm": "FedMUD"}, "lowrank": MUD}
 
 
-@pytest.mark.parametrize(
-    "changes", [pytest.param({}, id="FedAvg", marks=pytest.mark.slow), pytest.param(RESETS, id="FedMUD")]
-)
-@pytest.mark.slow
-def test_is_the_simulation(tmp_path, monkeypatch, changes):
-    monkeypatch.chdir(tmp_path)
-    recipe = write_recipe(tmp_path, changes)
-    served, _ = run_on_sites(recipe, tmp_path)
-    assert_equal_runs(simulate(recipe), served)
-
-
 @pytest.mark.slow
 def test_stages_see_what_they_see_in_the_simulation(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
@@ -56,14 +44,6 @@ def test_stages_see_what_they_see_in_the_simulation(tmp_path, monkeypatch):
     for name in simulated.callback_metrics.keys() - {"train_loss", "train_acc", "federated/client_steps"}:
         assert float(served.callback_metrics[name]) == pytest.approx(float(simulated.callback_metrics[name])), name
     assert (served.callback_metrics["passed"], served.callback_metrics["absent"]) == (2, 1)
-
-
-@pytest.mark.nightly
-def test_each_message_may_find_a_new_process(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    recipe = write_recipe(tmp_path, RESETS)
-    served, _ = run_on_sites(recipe, tmp_path, fresh=True)
-    assert_equal_runs(simulate(recipe), served)
 
 
 SETTINGS = {
@@ -96,38 +76,6 @@ def test_settings_mean_what_they_mean_in_the_simulation(tmp_path, monkeypatch, n
     recipe = write_recipe(tmp_path, SETTINGS[name])
     served, _ = run_on_sites(recipe, tmp_path, fresh=fresh)
     assert_equal_runs(simulate(recipe), served)
-
-
-@pytest.mark.nightly
-def test_a_site_that_was_away_catches_up(tmp_path, monkeypatch):
-    """Client 0 is drawn in rounds 0 and 4; its node is gone in rounds 1 to 3, and comes back as another node."""
-    monkeypatch.chdir(tmp_path)
-    changes = {
-        **RESETS,
-        "trainer": {"max_epochs": 5},
-    }
-    changes["federated"] = {
-        **changes["federated"],
-        "clients_per_round": None,
-        "participants": [[0, 1], [1, 2], [2], [1, 2], [0, 2]],
-    }
-    recipe = write_recipe(tmp_path, changes)
-
-    def prepare(grid):
-        def before(node, message):
-            trained = [kind for _, kind in grid.sent].count("train.round")
-            if trained == 3 and 101 in grid.nodes:
-                del grid.nodes[101]
-            if trained == 6 and len(grid.nodes) == 2:
-                grid.start(client_app(recipe), partition_id=0, state_dir=str(tmp_path / "state"))
-
-        grid.before = before
-
-    served, grid = run_on_sites(recipe, tmp_path, prepare=prepare)
-    assert 104 in grid.nodes
-    simulated = simulate(recipe)
-    for name, value in simulated.lightning_module.state_dict().items():
-        torch.testing.assert_close(served.lightning_module.state_dict()[name], value, rtol=1e-6, atol=1e-7)
 
 
 @pytest.mark.nightly

@@ -13,16 +13,22 @@ from lightning_lowrank.flower.messages import TRAIN, options_of
 from lightning_lowrank.flower.secure import SECURE
 from lightning_lowrank.flower.site import Site
 from lightning_lowrank.internals.flower import configuration_of
-from tests.flower.helpers import LORA, MUD, approve, entries_of, merged, method, reasons, run_on_sites, write_recipe
+from tests.flower.helpers import (
+    LORA,
+    MUD,
+    SMALL,
+    approve,
+    entries_of,
+    merged,
+    method,
+    reasons,
+    run_on_sites,
+    write_recipe,
+)
 from tests.grids import nightly_except
 
 pytestmark = pytest.mark.slow
 
-SMALL = {
-    "federated": {"clients_per_round": None, "local_epochs": 1},
-    "data": {"init_args": {"limit_samples": 60}},
-    "trainer": {"max_epochs": 2, "limit_val_batches": 0},
-}
 RECIPES = {
     "FedAvg": {},
     "FedMUD": {"federated": {"algorithm": "FedMUD"}, "lowrank": MUD},
