@@ -254,11 +254,7 @@ def test_sixteen_bits_may_stay_as_precise_as_they_are():
 # Too few arrivals
 
 REFUSED = [
-    (
-        TrimmedMean(2),
-        4,
-        r"TrimmedMean.*byzantine=2.*there",
-    ),
+    (TrimmedMean(2), 4, r"TrimmedMean.*byzantine=2.*there"),
     (Krum(3), 8, r"byzantine=3.*there.*8"),
     (Krum(0.4), 10, "byzantine=4"),
     (MultiKrum(0, 3), 2, r"MultiKrum.*byzantine=0.*there"),

@@ -6,18 +6,7 @@ import math
 import pytest
 import torch
 
-from lightning_lowrank.compression import (
-    Chain,
-    DecodingError,
-    Dense,
-    Half,
-    Mask,
-    Quantize,
-    RandomK,
-    Sign,
-    Split,
-    TopK,
-)
+from lightning_lowrank.compression import Chain, DecodingError, Dense, Half, Mask, Quantize, RandomK, Sign, Split, TopK
 from lightning_lowrank.compression.chain import chained
 from lightning_lowrank.seeding import derive_seed
 from tests.helpers import draw

@@ -231,12 +231,7 @@ def other(monkeypatch):
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "make",
-    [
-        lambda: LowRank(MatrixProduct(), rank=2, summary=False),
-        loop,
-        StaticBatchNorm,
-        ConvergenceMonitor,
-    ],
+    [lambda: LowRank(MatrixProduct(), rank=2, summary=False), loop, StaticBatchNorm, ConvergenceMonitor],
     ids=["LowRank", "FederatedLoop", "StaticBatchNorm", "ConvergenceMonitor"],
 )
 def test_the_trainer_of_another_package_is_refused_by_each_callback(make, tmp_path, other):
