@@ -498,19 +498,6 @@ def test_a_model_that_overflows_is_an_error(tmp_path):
     assert_same(start, weights(module))
 
 
-@pytest.mark.slow
-def test_an_infinite_mask_is_a_buffer_like_others(tmp_path):
-    class Masked(Module):
-        def __init__(self):
-            super().__init__()
-            self.register_buffer("mask", torch.full((4, 4), -math.inf).triu(1))
-
-    for execution in ("sequential", "vectorized"):
-        module, _, _, said = run(tmp_path, Masked(), execution=execution)
-        assert not said
-        assert torch.equal(module.mask, Masked().mask)
-
-
 def test_weights_that_are_all_zero_are_refused():
     mean = WeightedMean()
     mean.add({"w": torch.zeros(2)}, 0.0)

@@ -44,6 +44,7 @@ from lightning_lowrank.federated.execution import auto
 from lightning_lowrank.federated.local import LocalTraining
 from lightning_lowrank.internals import advance, lightning
 from lightning_lowrank.internals import torch as internals_of_torch
+from tests.federated.execution.runs import Manual
 from tests.helpers import Data, Module, SaveEachStep, assert_same, fit, lightnings_own, network, seen, trainer, weights
 
 SAMPLES = 103
@@ -615,18 +616,6 @@ def test_all_is_put_back(tmp_path, fails):
     assert not any(optimizer._optimizer_step_pre_hooks for optimizer in run.optimizers)
 
 
-class ManualModule(Module):
-    def __init__(self):
-        super().__init__()
-        self.automatic_optimization = False
-
-    def training_step(self, batch, batch_idx):
-        optimizer = self.optimizers()
-        optimizer.zero_grad()
-        self.manual_backward(self.loss(batch))
-        optimizer.step()
-
-
 @pytest.mark.parametrize("callback", ["loop", "LowRank"])
 def test_optimizers_have_no_hook_after_a_fit(tmp_path, callback):
     given = [FederatedLoop(FedProx(0.3) if callback == "loop" else FedAvg(), partition=FromIndices(CLIENTS))]
@@ -639,7 +628,7 @@ def test_optimizers_have_no_hook_after_a_fit(tmp_path, callback):
             hooks.append(len(trainer.optimizers[0]._optimizer_step_pre_hooks))
 
     run = trainer(tmp_path, *given, Looks(), max_epochs=1)
-    fit(run, ManualModule(), Data())
+    fit(run, Manual(), Data())
     assert set(hooks) == {1}
     assert not run.optimizers[0]._optimizer_step_pre_hooks
 

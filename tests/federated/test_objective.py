@@ -13,6 +13,7 @@ from lightning_lowrank.federated.objective import Call, add_to_loss, loss_of, pa
 from lightning_lowrank.federated.state import Base, ClientContext
 from lightning_lowrank.models import Classifier
 from tests.algorithms.written_out import assert_close, bare, resumed_ends
+from tests.federated.execution.runs import Manual
 from tests.helpers import Data, Module, assert_same, blobs, fit, network, trainer, weights
 
 EXECUTIONS = ["sequential", "vectorized"]
@@ -221,16 +222,6 @@ def test_an_objective_and_a_methods_own_loss_go_together(tmp_path):
     assert_close(bare(weights(ends[0])), weights(net))
 
 
-class ByHand(Module):
-    automatic_optimization = property(lambda self: False, lambda self, value: None)  # type: ignore[assignment]
-
-    def training_step(self, batch, batch_idx):
-        optimizer = self.optimizers()
-        optimizer.zero_grad()
-        self.manual_backward(self.loss(batch))
-        optimizer.step()
-
-
 @pytest.mark.parametrize(
     ("settings", "names"),
     [
@@ -241,12 +232,12 @@ class ByHand(Module):
 )
 def test_a_loss_that_manual_optimization_does_not_see_is_refused(tmp_path, settings, names):
     with pytest.raises(MisconfigurationException, match=f"{names} changes the loss that training_step returns"):
-        run(tmp_path, "sequential", module=ByHand, double=False, **settings)
+        run(tmp_path, "sequential", module=Manual, double=False, **settings)
 
 
 @pytest.mark.slow
 def test_masked_logits_are_those_of_manual_optimization_too(tmp_path):
-    module, _ = run(tmp_path, "sequential", module=ByHand, objective=MASK(), double=False)
+    module, _ = run(tmp_path, "sequential", module=Manual, objective=MASK(), double=False)
     assert_same(bare(weights(module)), masked_rounds(double=False))
 
 

@@ -35,12 +35,12 @@ from lightning_lowrank import (
 )
 from lightning_lowrank.federated import Base, ClientContext, ClientInfo, Message, Server
 from lightning_lowrank.federated.algorithm import detached
-from lightning_lowrank.federated.protocols import Personal, UnequalClients
 from lightning_lowrank.federated.state import trained_tensors
 from lightning_lowrank.layers import low_rank_layers
 from lightning_lowrank.lora import LowRankPair, Operator, find_adapters, requirements
 from lightning_lowrank.registry import registered
 from lightning_lowrank.testing import check_algorithm
+from tests.algorithms.written_out import own_model
 from tests.grids import daily, in_turn, nightly_except
 from tests.helpers import Data, Module, assert_same, blobs, fit, network, trainer, weights
 
@@ -83,12 +83,6 @@ class Wire(Callback):
 
 def effective(module):
     return {name: layer.weight.detach().double().clone() for name, layer in low_rank_layers(module)}
-
-
-def own_model(loop, client):
-    coordinator = loop.coordinator
-    model = UnequalClients.of(loop.algorithm).model_for(loop.server, coordinator.info(client))
-    return Personal.of(loop.algorithm).personal_model(coordinator.context(client, {}), model)
 
 
 def federate(tmp_path, algorithm, lowrank=None, rank=3, data=None, rounds=3, optimizer=None, **arguments):

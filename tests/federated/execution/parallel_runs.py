@@ -50,6 +50,7 @@ from lightning_lowrank import (  # noqa: E402
 )
 from lightning_lowrank.aggregation import KeepsArrivals  # noqa: E402
 from tests.algorithms.methods import LOW_RANK, METHODS  # noqa: E402
+from tests.federated.execution.runs import Manual  # noqa: E402
 from tests.federated.test_stage_pairs import PARTITION, POSSIBLE, settings_of  # noqa: E402
 from tests.helpers import Data, Module, network, trainer, weights  # noqa: E402
 
@@ -163,16 +164,6 @@ class Unlucky(Module):
         if (self.current_epoch, client.id, step) == (1, 2, 1):
             raise RuntimeError("out of luck")
         return super().training_step(batch, batch_idx) * (math.nan if (self.current_epoch, client.id) == (2, 1) else 1)
-
-
-class Manual(Module):
-    automatic_optimization = False
-
-    def training_step(self, batch: Any, batch_idx: int) -> None:
-        optimizer = self.optimizers()
-        optimizer.zero_grad()
-        self.manual_backward(self.loss(batch))
-        optimizer.step()
 
 
 class Stopping(pl.Callback):

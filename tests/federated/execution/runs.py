@@ -111,9 +111,13 @@ class Kept(Module):
 
 
 class Manual(Module):
-    def __init__(self):
-        super().__init__()
-        self.automatic_optimization = False
+    automatic_optimization = False
+
+    def training_step(self, batch, batch_idx):
+        optimizer = self.optimizers()
+        optimizer.zero_grad()
+        self.manual_backward(self.loss(batch))
+        optimizer.step()
 
 
 class Reader(Callback):
