@@ -205,6 +205,21 @@ def plain_fedavg(
     return weights(net)
 
 
+class Thaw(pl.callbacks.BaseFinetuning):
+    """Thaws a module's first layer in one epoch."""
+
+    def __init__(self, epoch: int = 1, **arguments: Any) -> None:
+        super().__init__()
+        self.epoch, self.arguments = epoch, arguments
+
+    def freeze_before_training(self, pl_module: pl.LightningModule) -> None:
+        self.freeze(pl_module.net[0])
+
+    def finetune_function(self, pl_module: pl.LightningModule, epoch: int, optimizer: Any) -> None:
+        if epoch == self.epoch:
+            self.unfreeze_and_add_param_group(pl_module.net[0], optimizer, **self.arguments)
+
+
 class SaveEachStep(pl.Callback):
     """Saves a checkpoint after each local batch, most of them inside a client."""
 

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from lightning.pytorch.callbacks import BaseFinetuning, Callback, ModelCheckpoint
+from lightning.pytorch.callbacks import Callback, ModelCheckpoint
 from lightning.pytorch.strategies import FSDPStrategy
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import nn
@@ -27,21 +27,10 @@ from lightning_lowrank import (
 from lightning_lowrank.internals.torch import digest_of
 from lightning_lowrank.interop.checkpoints import adapter_checkpoint, dense_checkpoint
 from tests.grids import nightly_except
-from tests.helpers import Data, Module, assert_same, fit, network, trainer, weights
+from tests.helpers import Data, Module, Thaw, assert_same, fit, network, trainer, weights
 from tests.interop.helpers import LORA, peft
 
 CLIENTS = [list(range(40)), list(range(40, 60)), list(range(60, 103))]
-
-
-class Tuned(BaseFinetuning):
-    """Thaws the first layer at the last epoch."""
-
-    def freeze_before_training(self, pl_module):
-        self.freeze(pl_module.net[0])
-
-    def finetune_function(self, pl_module, epoch, optimizer):
-        if epoch == 2:
-            self.unfreeze_and_add_param_group(pl_module.net[0], optimizer, train_bn=False)
 
 
 def partly_frozen():
@@ -68,7 +57,7 @@ def federated(method):
 RUNS = {
     "a plain run": (partly_frozen, list, ["net.0.weight", "net.0.bias"]),
     "a plain run with LowRank": (Module, lambda: [lowrank()], ["net.0.frozen_weight", "net.0.bias"]),
-    "thawed in the end": (Module, lambda: [Tuned()], ["net.0.weight"]),
+    "thawed in the end": (Module, lambda: [Thaw(2, train_bn=False)], ["net.0.weight"]),
     "Product-Sum": (Module, lambda: [lowrank(), federated(FedLoRA(ProductSum()))], ["net.0.frozen_weight"]),
     "FFA": (Module, lambda: [lowrank(), federated(FedLoRA(FFA()))], ["net.0.frozen_weight"]),
     "FLoRA": (Module, lambda: [lowrank(), federated(FedLoRA(FLoRA()))], ["net.0.bias"]),

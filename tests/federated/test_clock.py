@@ -7,7 +7,7 @@ import re
 
 import pytest
 import torch
-from lightning.pytorch.callbacks import BaseFinetuning, ModelCheckpoint
+from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import nn
 
@@ -36,7 +36,7 @@ from lightning_lowrank.federated.protocols import OwnSteps
 from tests.algorithms.methods import LOW_RANK, METHODS, each_method
 from tests.algorithms.written_out import assert_close
 from tests.grids import nightly_except
-from tests.helpers import Data, Module, assert_same, blobs, fit, network, trainer, weights
+from tests.helpers import Data, Module, Thaw, assert_same, blobs, fit, network, trainer, weights
 
 PARTS = [range(40), range(40, 56), range(56, 61)]
 # network(): 6 -> 16 -> 16 -> 4.
@@ -221,14 +221,6 @@ def test_groups_of_convolutions_share_the_work(tmp_path, layer):
 
 @pytest.mark.slow
 def test_parts_that_thaw_are_counted_from_then_on(tmp_path):
-    class Thaw(BaseFinetuning):
-        def freeze_before_training(self, pl_module):
-            self.freeze(pl_module.net[0])
-
-        def finetune_function(self, pl_module, epoch, optimizer):
-            if epoch == 1:
-                self.unfreeze_and_add_param_group(pl_module.net[0], optimizer)
-
     def operations(rounds):
         trained = lambda values: torch.optim.SGD([each for each in values if each.requires_grad], lr=0.1)  # noqa: E731
         module, system = Module(optimizer=trained), SystemModel(speed=1.0)

@@ -18,7 +18,6 @@ from lightning.fabric.utilities.spike import TrainingSpikeException
 from lightning.pytorch import callbacks as lightning_callbacks
 from lightning.pytorch.callbacks import (
     BackboneFinetuning,
-    BaseFinetuning,
     BasePredictionWriter,
     BatchSizeFinder,
     Checkpoint,
@@ -51,7 +50,7 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 from lightning_lowrank import FedAvg, FederatedLoop, FromIndices
-from tests.helpers import Data, Module, assert_same, blobs, fit, network, seen, trainer, weights
+from tests.helpers import Data, Module, Thaw, assert_same, blobs, fit, network, seen, trainer, weights
 
 PAGE = Path(__file__).parents[2] / "docs" / "howto" / "lightning.md"
 SAMPLES = 103
@@ -609,15 +608,6 @@ def collecting() -> LambdaCallback:
     return callback
 
 
-class Thawing(BaseFinetuning):
-    def freeze_before_training(self, pl_module: pl.LightningModule) -> None:
-        self.freeze(pl_module.net[0])
-
-    def finetune_function(self, pl_module: pl.LightningModule, epoch: int, optimizer: Any) -> None:
-        if epoch == 1:
-            self.unfreeze_and_add_param_group(pl_module.net[0], optimizer)
-
-
 class Backbone(Module):
     def __init__(self, *arguments: Any, **settings: Any) -> None:
         super().__init__(*arguments, **settings)
@@ -628,7 +618,7 @@ class Backbone(Module):
 
 
 fresh = {"loop": {"optimizer_state": "reset"}}
-row("BaseFinetuning", "", PLAIN, Fit({"max_epochs": 4}, lambda folder: [Thawing()], module=Backbone, **fresh))
+row("BaseFinetuning", "", PLAIN, Fit({"max_epochs": 4}, lambda folder: [Thaw()], module=Backbone, **fresh))
 row(
     "BackboneFinetuning",
     "",
@@ -640,7 +630,7 @@ row(
 @row("BaseFinetuning", "with optimizer_state='keep'", REFUSED)
 @row("BackboneFinetuning", "with optimizer_state='keep'", REFUSED)
 def thawing_with_moments(tmp_path: Path) -> None:
-    for callback in (Thawing(), BackboneFinetuning(1)):
+    for callback in (Thaw(), BackboneFinetuning(1)):
         with pytest.raises(MisconfigurationException, match=f"{type(callback).__name__}.*optimizer_state='keep'"):
             fit(trainer(tmp_path, of_clients(optimizer_state="keep"), callback), Backbone(), Data())
 

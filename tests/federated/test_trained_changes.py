@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from lightning.pytorch.callbacks import BaseFinetuning, Callback, ModelCheckpoint, ModelPruning
+from lightning.pytorch.callbacks import Callback, ModelCheckpoint, ModelPruning
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import nn
 
@@ -18,18 +18,7 @@ from lightning_lowrank import (
     TopK,
 )
 from lightning_lowrank.federated.state import trained_tensors
-from tests.helpers import Data, Module, assert_same, fit, trainer, weights
-
-
-class Thaw(BaseFinetuning):
-    """Thaws the first layer in the second round."""
-
-    def freeze_before_training(self, pl_module):
-        self.freeze(pl_module.net[0])
-
-    def finetune_function(self, pl_module, epoch, optimizer):
-        if epoch == 1:
-            self.unfreeze_and_add_param_group(pl_module.net[0], optimizer, lr=0.1)
+from tests.helpers import Data, Module, Thaw, assert_same, fit, trainer, weights
 
 
 class Heads(Module):
@@ -57,7 +46,7 @@ def test_thawed_parameters_are_trained_sent_and_counted(tmp_path, execution):
     module, seen = Heads(), Seen()
     before = weights(module)
     rounds = loop(execution=execution)
-    fit(trainer(tmp_path, Thaw(), rounds, seen), module, Data())
+    fit(trainer(tmp_path, Thaw(lr=0.1), rounds, seen), module, Data())
     assert seen.ratios == [1, 1, 1]
     assert seen.trained[0] < seen.trained[1] == {name for name, _ in module.named_parameters()}
     assert set(rounds.server.model) == set(before)
@@ -77,7 +66,7 @@ def test_thawed_parameters_are_trained_sent_and_counted(tmp_path, execution):
 def test_what_low_rank_layers_hold_fixed_is_never_thawed(tmp_path, algorithm, settings):
     module, seen = Heads(), Seen()
     rounds = loop(algorithm())
-    fit(trainer(tmp_path, LowRank(**settings, summary=False), Thaw(), rounds, seen), module, Data())
+    fit(trainer(tmp_path, LowRank(**settings, summary=False), Thaw(lr=0.1), rounds, seen), module, Data())
     assert not any("frozen_weight" in name or "fixed" in name for names in seen.trained for name in names)
     assert "net.0.factors.U" in seen.trained[1] - seen.trained[0]
     assert not {name for name in rounds.server.model if "frozen_weight" in name}
@@ -88,7 +77,7 @@ def test_what_low_rank_layers_hold_fixed_is_never_thawed(tmp_path, algorithm, se
 def test_without_rounds_low_rank_layers_hold_it_fixed_as_well(tmp_path):
     module = Heads()
     low_rank = LowRank(BlockKronecker(), ratio=0.4, decouple=True, role="weight", summary=False)
-    fit(trainer(tmp_path, low_rank, Thaw()), module, Data())
+    fit(trainer(tmp_path, low_rank, Thaw(lr=0.1)), module, Data())
     assert not any(value.requires_grad for value in module.net[0].fixed.parameters())
     assert module.net[0].factors["U"].requires_grad
 
@@ -97,7 +86,7 @@ def test_without_rounds_low_rank_layers_hold_it_fixed_as_well(tmp_path):
 def test_a_base_that_may_be_trained_is_thawed(tmp_path):
     module = Heads()
     low_rank = LowRank(MatrixProduct(), rank=2, train_base=True, summary=False)
-    fit(trainer(tmp_path, low_rank, Thaw(), loop()), module, Data())
+    fit(trainer(tmp_path, low_rank, Thaw(lr=0.1), loop()), module, Data())
     assert module.net[0].frozen_weight.requires_grad
 
 
@@ -105,9 +94,11 @@ def test_a_base_that_may_be_trained_is_thawed(tmp_path):
 def test_a_run_resumed_after_the_thaw_is_the_same(tmp_path):
     whole = Heads()
     keep = ModelCheckpoint(tmp_path, filename="{epoch}", save_top_k=-1)
-    fit(trainer(tmp_path, Thaw(), loop(), keep, max_epochs=4), whole, Data())
+    fit(trainer(tmp_path, Thaw(lr=0.1), loop(), keep, max_epochs=4), whole, Data())
     resumed = Heads()
-    fit(trainer(tmp_path, Thaw(), loop(), max_epochs=4), resumed, Data(), ckpt_path=str(tmp_path / "epoch=2.ckpt"))
+    fit(
+        trainer(tmp_path, Thaw(lr=0.1), loop(), max_epochs=4), resumed, Data(), ckpt_path=str(tmp_path / "epoch=2.ckpt")
+    )
     assert_same(weights(whole), weights(resumed))
 
 
@@ -143,7 +134,7 @@ def test_parameters_that_are_frozen_meanwhile_stay_as_they_are(tmp_path):
 )
 def test_state_of_earlier_parameters_refuses_others(tmp_path, settings, cause):
     with pytest.raises(MisconfigurationException, match=f"Thaw lets other parameters be trained .* and {cause}"):
-        fit(trainer(tmp_path, Thaw(), loop(**settings)), Heads(), Data())
+        fit(trainer(tmp_path, Thaw(lr=0.1), loop(**settings)), Heads(), Data())
     module = Module()
     with pytest.raises(
         MisconfigurationException, match=rf"from round 1 on .*\(net.0.bias, net.0.weight\), and {cause}"
