@@ -89,10 +89,7 @@ def test_export_names_objects_that_torch_does_not_read(tmp_path):
 
 def test_export_of_a_module_that_was_converted_by_hand_says_so(tmp_path):
     torch.save({"state_dict": {"0.factors.U": torch.ones(3, 1)}}, tmp_path / "run.ckpt")
-    for form, said in (
-        ("safetensors", "converted without LowRank"),
-        ("peft", "save_weights_only=True"),
-    ):
+    for form, said in (("safetensors", "converted without LowRank"), ("peft", "save_weights_only=True")):
         with pytest.raises(SystemExit, match=said):
             main(["export", str(tmp_path / "run.ckpt"), str(tmp_path / "out"), "--format", form])
 
@@ -154,10 +151,7 @@ def test_a_federated_state_of_another_version_is_named(tmp_path, arguments):
 
 @pytest.mark.parametrize(
     ("tensor", "said"),
-    [
-        (torch.eye(3).to_sparse(), r"odd \(sparse or nested\)"),
-        (torch.ones(3, device="meta"), r"odd \(without data\)"),
-    ],
+    [(torch.eye(3).to_sparse(), r"odd \(sparse or nested\)"), (torch.ones(3, device="meta"), r"odd \(without data\)")],
 )
 def test_tensors_that_safetensors_cannot_hold_are_named(tmp_path, tensor, said):
     torch.save({"state_dict": {"odd": tensor}}, tmp_path / "run.ckpt")

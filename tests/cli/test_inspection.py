@@ -52,14 +52,7 @@ def recipe(*names: str) -> list[str]:
 @pytest.mark.slow
 def test_the_json_has_the_documented_form(inspect, tmp_path):
     figures = inspect(*recipe("quickstart"))
-    assert set(figures) == {
-        "parameters",
-        "layers",
-        "traffic",
-        "optimizer_state_bytes",
-        "problems",
-        "notes",
-    }
+    assert set(figures) == {"parameters", "layers", "traffic", "optimizer_state_bytes", "problems", "notes"}
     assert set(figures["parameters"]) == {"dense", "model", "trainable"}
     assert figures["parameters"]["dense"] == 64 * 256 + 256 + 256 * 256 + 256 + 256 * 10 + 10
     assert [layer["name"] for layer in figures["layers"]] == [
@@ -279,14 +272,7 @@ def test_macs_of_other_layers_by_hand_whatever_the_examples_form():
 def test_macs_without_an_example():
     figures = inspect_run(Mixed())
     macs = {layer["name"]: layer["macs"] for layer in figures["layers"]}
-    assert macs == {
-        "grouped": None,
-        "transposed": None,
-        "line": None,
-        "token": 63,
-        "unused": 6,
-        "unused_image": None,
-    }
+    assert macs == {"grouped": None, "transposed": None, "line": None, "token": 63, "unused": 6, "unused_image": None}
     assert figures["problems"] == []
 
 

@@ -128,14 +128,7 @@ def test_seeds_of_one_configuration_are_one_row(tmp_path):
     }
     assert [
         dense[column] for column in ("run", "seeds", "rounds", "best (round) val_acc", "last val_acc", "MB up")
-    ] == [
-        "dense",
-        "1",
-        "2",
-        "0.5000 (2)",
-        "0.5000",
-        "2.00",
-    ]
+    ] == ["dense", "1", "2", "0.5000 (2)", "0.5000", "2.00"]
     assert all(value in text for value in low.values())
 
 

@@ -57,11 +57,7 @@ def test_which_runs_differ_only_in_their_seed(tmp_path, changes, together):
 def test_a_seed_counts_once_and_by_its_longest_run(tmp_path):
     for number, (seed, rounds) in enumerate([(1, 3), (0, 1), (0, 3), (2, 3), (0, 3), (1, 2)]):
         configured(tmp_path / f"version_{number}", seed, rows_of([0.5] * rounds, 1, 1), trainer__max_epochs=3)
-    assert grouped(tmp_path) == [
-        ["version_4", "version_0", "version_3"],
-        ["version_1"],
-        ["version_2", "version_5"],
-    ]
+    assert grouped(tmp_path) == [["version_4", "version_0", "version_3"], ["version_1"], ["version_2", "version_5"]]
 
 
 @pytest.mark.parametrize("config", [None, "a: [", "- 1", "model: x", "seed_everything: false", "seed_everything: true"])

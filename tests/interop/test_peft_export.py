@@ -9,14 +9,7 @@ import torch
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import nn
 
-from lightning_lowrank import (
-    BlockKronecker,
-    CoreProduct,
-    MatrixProduct,
-    convert,
-    export_adapter,
-    import_adapter,
-)
+from lightning_lowrank import BlockKronecker, CoreProduct, MatrixProduct, convert, export_adapter, import_adapter
 from lightning_lowrank.layers import low_rank_layers
 from tests.interop.helpers import (
     INPUTS,

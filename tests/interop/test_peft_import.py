@@ -28,17 +28,7 @@ from lightning_lowrank.interop import peft_import
 from lightning_lowrank.interop.checkpoints import adapter_checkpoint
 from lightning_lowrank.layers import low_rank_layers
 from tests.helpers import Module
-from tests.interop.helpers import (
-    INPUTS,
-    LORA,
-    Images,
-    Shared,
-    config_of,
-    conv,
-    peft,
-    perturbed,
-    same_function,
-)
+from tests.interop.helpers import INPUTS, LORA, Images, Shared, config_of, conv, peft, perturbed, same_function
 
 
 def test_all_biases_beside_modules_that_are_saved(tmp_path):

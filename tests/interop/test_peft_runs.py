@@ -28,12 +28,7 @@ from lightning_lowrank import (
 from lightning_lowrank.interop.checkpoints import adapter_checkpoint
 from lightning_lowrank.layers import low_rank_layers
 from tests.helpers import Data, Module, fit, network, trainer
-from tests.interop.helpers import (
-    LORA,
-    config_of,
-    peft,
-    same_function,
-)
+from tests.interop.helpers import LORA, config_of, peft, same_function
 
 CLIENTS = [list(range(40)), list(range(40, 60)), list(range(60, 103))]
 

@@ -349,11 +349,7 @@ def test_a_layer_of_smaller_rank_than_the_client_keeps_its_own(tmp_path):
 
 @pytest.mark.parametrize(
     ("ranks", "said"),
-    [
-        ([4, 5], r"1.*rank.*5"),
-        ({0: 2, 3: 1}, r"ranks.*3.*3"),
-        (lambda client: 2.0 * client, r"0.*rank.*0\.0"),
-    ],
+    [([4, 5], r"1.*rank.*5"), ({0: 2, 3: 1}, r"ranks.*3.*3"), (lambda client: 2.0 * client, r"0.*rank.*0\.0")],
 )
 def test_ranks_that_do_not_suit_layers_or_clients_are_refused_before_the_first_round(tmp_path, ranks, said):
     with pytest.raises(MisconfigurationException, match=said):
