@@ -103,7 +103,7 @@ def test_report_imports_no_torch(tmp_path):
 
 @nightly_except("peft")
 @pytest.mark.slow
-@pytest.mark.parametrize("form", ["safetensors", pytest.param("peft", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("form", ["safetensors", "peft"])
 def test_export_imports_no_lightning(tmp_path, form):
     from lightning_lowrank import LowRank, MatrixProduct
     from lightning_lowrank.interop.peft_layout import outline

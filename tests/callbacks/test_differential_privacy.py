@@ -210,7 +210,7 @@ class Recorder(Module):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("secure", [False, pytest.param(True, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("secure", [False, True])
 def test_noise_of_steps(tmp_path, secure):
     module = Recorder(nn.Linear(6, 4), partial(torch.optim.SGD, lr=0.0))
     arguments = {"clip": 0.5, "noise_multiplier": 100.0, "secure": secure}
@@ -504,9 +504,9 @@ def test_a_factor_that_stands_still_takes_no_part_of_the_clip(tmp_path, algorith
     [
         # Its terms are of the parameters that the step is called with.
         partial(FedDyn, alpha=2.0),
-        pytest.param(partial(FedProx, mu=5.0), marks=pytest.mark.slow),
-        pytest.param(partial(MOON, "net"), marks=pytest.mark.slow),
-        pytest.param(SCAFFOLD, marks=pytest.mark.slow),
+        partial(FedProx, mu=5.0),
+        partial(MOON, "net"),
+        SCAFFOLD,
     ],
 )
 def test_a_methods_own_terms_are_in_the_gradient(tmp_path, algorithm):

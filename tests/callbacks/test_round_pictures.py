@@ -209,8 +209,8 @@ def test_rounds_between_pictures_are_at_least_one():
     ("logger", "own", "added"),
     [
         ("TensorBoardLogger", False, True),
-        pytest.param("CSVLogger", False, False, marks=pytest.mark.slow),
-        pytest.param("TensorBoardLogger", True, False, marks=pytest.mark.slow),
+        ("CSVLogger", False, False),
+        ("TensorBoardLogger", True, False),
     ],
 )
 @pytest.mark.nightly

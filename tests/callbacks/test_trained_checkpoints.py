@@ -85,9 +85,7 @@ def run(folder: Path, name: str, *more, **arguments):
 
 @nightly_except("FFA")
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "name", [name if name == "Product-Sum" else pytest.param(name, marks=pytest.mark.slow) for name in RUNS]
-)
+@pytest.mark.parametrize("name", RUNS)
 def test_resumes_as_a_whole_checkpoint_does(tmp_path, name):
     left_out = RUNS[name][2]
     whole = run(tmp_path / "whole", name)

@@ -593,8 +593,8 @@ RESNET_DENSE = {"ResNet18": ["layer1.0", "downsample", "fc"], "ResNet34": ["laye
     ("network", "classes", "counts"),
     [
         ("ResNet18", 10, (11_173_962, 4_157_514, 2_209_866, 1_236_042)),
-        pytest.param("ResNet34", 100, (21_328_292, 8_401_316, 4_985_252, 3_277_220), marks=pytest.mark.slow),
-        pytest.param("ResNet34", 200, (21_379_592, 8_452_616, 5_036_552, 3_328_520), marks=pytest.mark.slow),
+        ("ResNet34", 100, (21_328_292, 8_401_316, 4_985_252, 3_277_220)),
+        ("ResNet34", 200, (21_379_592, 8_452_616, 5_036_552, 3_328_520)),
     ],
 )
 @pytest.mark.slow

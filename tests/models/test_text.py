@@ -229,8 +229,8 @@ def test_a_configuration_gives_random_weights_of_the_seed(tmp_path, folder):
 @pytest.mark.parametrize(
     ("task", "names"),
     [
-        pytest.param("mrpc", {"acc", "f1"}, marks=pytest.mark.slow),
-        pytest.param("cola", {"acc", "mcc"}, marks=pytest.mark.slow),
+        ("mrpc", {"acc", "f1"}),
+        ("cola", {"acc", "mcc"}),
         ("stsb", {"pearson", "spearman"}),
     ],
 )

@@ -151,7 +151,7 @@ class Tied(Module):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("form", ["dense", "update", pytest.param("weight", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("form", ["dense", "update", "weight"])
 def test_tied_weights(tmp_path, form):
     def tied():
         torch.manual_seed(5)

@@ -110,7 +110,7 @@ SETTINGS = {1: {"lr": 0.02, "local_epochs": 3}, 3: {"lr": 0.02, "weight_decay": 
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("as_function", [False, pytest.param(True, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("as_function", [False, True])
 def test_settings_of_single_clients(tmp_path, as_function):
     given = (lambda client: SETTINGS.get(client, {})) if as_function else SETTINGS
     decay = partial(torch.optim.lr_scheduler.StepLR, step_size=2, gamma=0.5)
@@ -175,7 +175,7 @@ def test_a_clients_learning_rate_and_a_schedule_of_steps(tmp_path):
 
 
 @nightly_except("CP")
-@pytest.mark.parametrize("form", ["update", "decoupled blocks", pytest.param("CP", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("form", ["update", "decoupled blocks", "CP"])
 @pytest.mark.slow
 @pytest.mark.nightly
 def test_frobenius_decay(tmp_path, monkeypatch, form):
@@ -275,7 +275,7 @@ class OwnRanks(FedAvg):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("optimizer", [pytest.param("momentum", marks=pytest.mark.slow), "AdamW"])
+@pytest.mark.parametrize("optimizer", ["momentum", "AdamW"])
 def test_clients_of_different_rank_step_together(tmp_path, monkeypatch, optimizer):
     monkeypatch.setitem(FORMS, "weight", partial(LowRank, MatrixProduct(), rank=3, role="weight", summary=False))
     both(tmp_path, form="weight", algorithm=OwnRanks, module=partial(Module, optimizer=OPTIMIZERS[optimizer]))
@@ -313,9 +313,7 @@ def test_equals_sequential_in_single_precision_after_twenty_rounds(tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "together", [pytest.param(1, marks=pytest.mark.slow), 2, pytest.param(100, marks=pytest.mark.slow)]
-)
+@pytest.mark.parametrize("together", [1, 2, 100])
 def test_the_number_that_steps_together_does_not_matter(tmp_path, together):
     expected, _, _ = run(tmp_path, "sequential")
     module, _, fitted = run(tmp_path, "vectorized", chunk_size=together)
@@ -346,18 +344,9 @@ def test_sampling_weights_failures_and_local_steps(tmp_path):
     both(tmp_path, clients_per_round=3, client_dropout=0.3, local_steps=3, weighting="uniform")
 
 
-@pytest.mark.slow
-def test_statistics_of_a_client_alone_before_others_that_are_no_neighbours(tmp_path):
-    # In the fourth step they have batches of 7, 8, 6 and 8 samples.
-    ends = [0, 31, 53, 67, 75]
-    parts = FromIndices([list(range(start, stop)) for start, stop in itertools.pairwise(ends)])
-    norm = lambda: Module(network(norm=nn.BatchNorm1d))  # noqa: E731
-    both(tmp_path, module=norm, partition=parts, local_epochs=4, data=Double(batch_size=8))
-
-
 @nightly_except("0")
 @pytest.mark.slow
-@pytest.mark.parametrize("workers", [0, pytest.param(2, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("workers", [0, 2])
 def test_other_datasets_and_workers(tmp_path, workers):
     class Listed(torch.utils.data.Dataset):
         def __init__(self):
@@ -499,12 +488,19 @@ def test_the_global_model_is_configured_wherever_it_is_seen(tmp_path, execution)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("buffers", ["average", pytest.param("local", marks=pytest.mark.slow)])
-def test_statistics_of_clients_whose_batches_are_of_one_size_but_not_neighbours(tmp_path, buffers):
-    ends = [0, 10, 32, 46, 76, 88]
+@pytest.mark.parametrize(
+    ("ends", "epochs", "buffers"),
+    [
+        # In the fourth step they have batches of 7, 8, 6 and 8 samples.
+        ([0, 31, 53, 67, 75], 4, "average"),
+        ([0, 10, 32, 46, 76, 88], 2, "average"),
+        ([0, 10, 32, 46, 76, 88], 2, "local"),
+    ],
+)
+def test_statistics_of_clients_whose_batches_are_of_one_size_but_not_neighbours(tmp_path, ends, epochs, buffers):
     parts = FromIndices([list(range(start, stop)) for start, stop in itertools.pairwise(ends)])
     norm = lambda: Module(network(norm=nn.BatchNorm1d))  # noqa: E731
-    both(tmp_path, module=norm, partition=parts, local_epochs=2, buffers=buffers, data=Double(batch_size=8))
+    both(tmp_path, module=norm, partition=parts, local_epochs=epochs, buffers=buffers, data=Double(batch_size=8))
 
 
 class Looking(Callback):
@@ -517,16 +513,11 @@ class Looking(Callback):
     ("settings", "deferred"),
     [
         ({"optimizer_state": "keep"}, True),
-        *[
-            pytest.param(settings, False, marks=pytest.mark.slow)
-            for settings in (
-                {"trainer": {"max_epochs": 2, "gradient_clip_val": 0.3}},
-                {"algorithm": partial(FedProx, 0.1)},
-                {"callbacks": [Looking()]},
-                {"module": partial(Module, optimizer=partial(OPTIMIZERS["ProjectedSGD"], weight_decay=0.1))},
-                {"form": "weight"},
-            )
-        ],
+        ({"trainer": {"max_epochs": 2, "gradient_clip_val": 0.3}}, False),
+        ({"algorithm": partial(FedProx, 0.1)}, False),
+        ({"callbacks": [Looking()]}, False),
+        ({"module": partial(Module, optimizer=partial(OPTIMIZERS["ProjectedSGD"], weight_decay=0.1))}, False),
+        ({"form": "weight"}, False),
     ],
 )
 def test_steps_in_a_subspace_are_deferred_where_nobody_looks(tmp_path, monkeypatch, settings, deferred):
