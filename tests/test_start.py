@@ -116,7 +116,8 @@ def test_export_imports_no_lightning(tmp_path, form):
     torch.save(saved, tmp_path / "run.ckpt")
     printed, modules = fresh(COMMAND, "export", tmp_path / "run.ckpt", tmp_path / "out", "--format", form)
     assert "wrote" in printed
-    assert not modules & ({*HEAVY, "matplotlib"} - {"torch"})
+    # PEFT imports transformers, which imports most of what is installed.
+    assert not modules & ({"lightning"} if form == "peft" else {*HEAVY, "matplotlib"} - {"torch"})
 
 
 @pytest.mark.nightly

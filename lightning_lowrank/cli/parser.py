@@ -52,6 +52,7 @@ from lightning_lowrank.cli import recipes
 from lightning_lowrank.cli.inspection import inspect_run, render
 from lightning_lowrank.cli.lightning_messages import only_warnings
 from lightning_lowrank.cli.suggestions import with_suggestions
+from lightning_lowrank.extras import how_to_install
 from lightning_lowrank.federated.checks import check_callbacks, static_batch_norm_advice, why_trained_set_is_fixed
 from lightning_lowrank.federated.loop import FederatedLoop
 from lightning_lowrank.federated.safe_files import WholeCheckpoints, check_whole
@@ -230,6 +231,8 @@ class LowRankCLI(SubcommandCLI):
             ``--seed_everything`` on the command line, or would share one run folder. Also if the run of one of several
             seeds is refused. The message then begins with the seed.
     """
+
+    how_to_install = how_to_install("cli")
 
     def __init__(self, *arguments: Any, seed: int | None = None, **keywords: Any) -> None:
         self.seeds: list[int] = []

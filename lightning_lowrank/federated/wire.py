@@ -234,7 +234,10 @@ class Wire:
     def decode_down(self, base: Base, data: bytes) -> dict[str, Tensor]:
         """Decode a broadcast on the CPU."""
         known = {name: value.cpu() for name, value in base.state.get(_COPY, {}).items()}
-        arguments: dict[str, Any] = {"exact": self._exact(base), "message_codec": OwnCodec.of(self._algorithm).downlink(base)}
+        arguments: dict[str, Any] = {
+            "exact": self._exact(base),
+            "message_codec": OwnCodec.of(self._algorithm).downlink(base),
+        }
         if self.splits and data:
             data, announced = SplitPacket.parts(data)
             found = self.downlink.receive(data, **arguments)

@@ -13,8 +13,6 @@ from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from packaging.specifiers import SpecifierSet
 
-from lightning_lowrank.extras import how_to_install
-
 _JSONARGPARSE = SpecifierSet(">=4.52,<5")
 """The bound of the extra ``cli``. The rest of the package works beside any release of jsonargparse."""
 _NEEDED = (
@@ -101,11 +99,14 @@ class SubcommandCLI(LightningCLI):
             jsonargparse is of another release than those that read recipes as they are meant.
     """
 
+    how_to_install = f'pip install "jsonargparse{_JSONARGPARSE}"'
+    """The command that installs a jsonargparse of these releases, for a message."""
+
     def __init__(self, *arguments: Any, **keywords: Any) -> None:
         if not _JSONARGPARSE.contains(jsonargparse.__version__, prereleases=True):
             raise MisconfigurationException(
                 f"the command line reads recipes by jsonargparse{_JSONARGPARSE}, and {jsonargparse.__version__} is"
-                f" installed: {how_to_install('cli')}"
+                f" installed: {self.how_to_install}"
             )
         missing = [name for name in _NEEDED if not hasattr(LightningCLI, name)]
         if missing:
