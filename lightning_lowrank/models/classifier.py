@@ -138,7 +138,8 @@ class Classifier(LightningModule):
         return F.cross_entropy(outputs, targets, label_smoothing=label_smoothing)
 
     def _predictions(self, outputs: Tensor) -> Tensor:
-        return outputs.argmax(dim=1)
+        """The metrics' predictions: logits, because a metric in the accuracy's place may need more than the class."""
+        return outputs
 
     def _metrics(self, stage: str) -> dict[str, Metric]:
         return {"acc": getattr(self, f"{stage}_accuracy")}

@@ -156,7 +156,7 @@ class TextClassifier(Classifier):
         return super()._loss(outputs if self.training else outputs.float(), targets, label_smoothing)
 
     def _predictions(self, outputs: Tensor) -> Tensor:
-        return outputs.squeeze(1).float() if self.regression else super()._predictions(outputs)
+        return outputs.squeeze(1).float() if self.regression else outputs.argmax(dim=1)
 
     def _metrics(self, stage: str) -> dict[str, Metric]:
         further: Any = getattr(self, f"{stage}_metrics").items()

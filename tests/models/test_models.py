@@ -9,6 +9,7 @@ from lightning.pytorch.cli import LightningCLI, ReduceLROnPlateau
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
+from torchmetrics.classification import MulticlassAccuracy
 
 from lightning_lowrank.data import Digits
 from lightning_lowrank.models import CNN4, CNN8, MLP, VGG8, Classifier, ConvBlock, Network
@@ -240,6 +241,15 @@ def test_logged_metrics_are_means_over_samples(stage):
     assert set(logged) == {f"{stage}_loss", f"{stage}_acc"}
     assert logged[f"{stage}_loss"] == pytest.approx(loss.item(), rel=1e-5)
     assert logged[f"{stage}_acc"] == pytest.approx(accuracy.item())
+
+
+def test_a_metric_in_the_accuracys_place_gets_the_logits():
+    module = Classifier(MLP(in_features=6, hidden=[], out_features=4))
+    module.val_accuracy = MulticlassAccuracy(4, top_k=2, average="micro")
+    inputs, targets = torch.randn(40, 6), torch.arange(40) % 4
+    (logged,) = trainer().validate(module, DataLoader(TensorDataset(inputs, targets), batch_size=16), verbose=False)
+    best = module(inputs).topk(2).indices
+    assert logged["val_acc"] == pytest.approx((best == targets[:, None]).any(1).float().mean().item())
 
 
 @pytest.mark.parametrize("smoothing", [0.0, 0.2])
