@@ -16,6 +16,7 @@ from pathlib import Path
 from types import MethodType
 from typing import Any, NoReturn
 
+import jsonargparse
 import lightning.pytorch as pl
 from jsonargparse import ActionConfigFile
 from lightning.pytorch.callbacks import ModelSummary, ProgressBar
@@ -32,6 +33,7 @@ from lightning.pytorch.plugins.io import TorchCheckpointIO
 from lightning.pytorch.utilities import rank_zero_warn
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.utilities.model_helpers import is_overridden
+from packaging.specifiers import SpecifierSet
 from rich.console import Console
 
 # Imported here so that jsonargparse finds these classes by their short names.
@@ -58,6 +60,8 @@ from lightning_lowrank.federated.loop import FederatedLoop
 from lightning_lowrank.federated.safe_files import WholeCheckpoints, check_whole
 from lightning_lowrank.internals.cli import SubcommandCLI
 
+JSONARGPARSE = SpecifierSet(">=4.52,<5")
+"""The bound of the extra ``cli``. The rest of the package works beside any release of jsonargparse."""
 _RUN_LOGGER = {"class_path": "lightning.pytorch.loggers.CSVLogger", "init_args": {"save_dir": "runs", "name": None}}
 
 _PARSER_NOISE = (
@@ -229,12 +233,16 @@ class LowRankCLI(SubcommandCLI):
     Raises:
         MisconfigurationException: If ``seeds`` are not distinct integers from 0 to 2³² − 1, are given together with
             ``--seed_everything`` on the command line, or would share one run folder. Also if the run of one of several
-            seeds is refused. The message then begins with the seed.
+            seeds is refused. The message then begins with the seed. Also if jsonargparse is of a release that reads
+            recipes otherwise.
     """
 
-    how_to_install = how_to_install("cli")
-
     def __init__(self, *arguments: Any, seed: int | None = None, **keywords: Any) -> None:
+        if not JSONARGPARSE.contains(jsonargparse.__version__, prereleases=True):
+            raise MisconfigurationException(
+                f"the command line reads recipes by jsonargparse{JSONARGPARSE}, and {jsonargparse.__version__} is"
+                f" installed: {how_to_install('cli')}"
+            )
         self.seeds: list[int] = []
         self.seed = seed
         self.quiet = False

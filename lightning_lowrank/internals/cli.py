@@ -11,10 +11,7 @@ import jsonargparse
 import lightning
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
-from packaging.specifiers import SpecifierSet
 
-_JSONARGPARSE = SpecifierSet(">=4.52,<5")
-"""The bound of the extra ``cli``. The rest of the package works beside any release of jsonargparse."""
 _NEEDED = (
     "_add_configure_optimizers_method_to_model",
     "_parser",
@@ -95,19 +92,10 @@ class SubcommandCLI(LightningCLI):
     its arguments. Lightning adds those of all, which takes longer than to read a recipe.
 
     Raises:
-        MisconfigurationException: If Lightning's CLI has other private methods than those that are overridden here, or
-            jsonargparse is of another release than those that read recipes as they are meant.
+        MisconfigurationException: If Lightning's CLI has other private methods than those that are overridden here.
     """
 
-    how_to_install = f'pip install "jsonargparse{_JSONARGPARSE}"'
-    """The command that installs a jsonargparse of these releases, for a message."""
-
     def __init__(self, *arguments: Any, **keywords: Any) -> None:
-        if not _JSONARGPARSE.contains(jsonargparse.__version__, prereleases=True):
-            raise MisconfigurationException(
-                f"the command line reads recipes by jsonargparse{_JSONARGPARSE}, and {jsonargparse.__version__} is"
-                f" installed: {self.how_to_install}"
-            )
         missing = [name for name in _NEEDED if not hasattr(LightningCLI, name)]
         if missing:
             raise MisconfigurationException(

@@ -1,11 +1,26 @@
 """What is done to a configuration before anything is built, and where it is saved."""
 
+import re
+from pathlib import Path
+
+import jsonargparse
 import pytest
 import yaml
 from jsonargparse import Namespace
 from lightning.pytorch.loggers import CSVLogger
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from packaging.requirements import Requirement
+from packaging.specifiers import SpecifierSet
 
-from lightning_lowrank.cli.parser import CLI_SETTINGS, BuiltCLI, RecipeParser, _SaveRunConfig, _write_below_root
+from lightning_lowrank.cli.parser import (
+    CLI_SETTINGS,
+    JSONARGPARSE,
+    BuiltCLI,
+    LowRankCLI,
+    RecipeParser,
+    _SaveRunConfig,
+    _write_below_root,
+)
 from tests.helpers import Module, trainer
 
 
@@ -80,3 +95,16 @@ def test_a_configuration_is_written_as_if_it_was_validated_again():
     assert "max_epochs: many" in parser.dump(wrong)
     assert parser.dump(config) == parser.dump(config, skip_validation=False)
     assert parser.dump(config, skip_none=False) == parser.dump(config, skip_none=False, skip_validation=False)
+
+
+@pytest.mark.parametrize("installed", ["4.51.0", "5.0.0"])
+def test_another_jsonargparse_is_refused(monkeypatch, installed):
+    monkeypatch.setattr(jsonargparse, "__version__", installed)
+    with pytest.raises(MisconfigurationException, match=rf"{re.escape(installed)} is installed.*\[cli\]"):
+        LowRankCLI(args=["fit"], **CLI_SETTINGS)
+
+
+def test_the_bound_of_jsonargparse_is_that_of_the_extras():
+    project = (Path(__file__).parents[2] / "pyproject.toml").read_text()
+    requirements = [Requirement(each) for each in re.findall(r'"(jsonargparse[^"]*)"', project)]
+    assert [each.specifier for each in requirements] == [SpecifierSet(), JSONARGPARSE, JSONARGPARSE]

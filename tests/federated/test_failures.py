@@ -555,15 +555,20 @@ def test_a_chunk_that_lost_a_client_is_resumed_as_it_was_planned(tmp_path):
         assert_same_round(resumed, whole)
 
 
+def said_of_lost_clients(fitted, module):
+    """The fit's warnings that name the clients without which a round goes on."""
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        fitted.fit(module, Data())
+    return [str(each.message) for each in told if " without " in str(each.message)]
+
+
 @pytest.mark.parametrize("execution", ["sequential", "auto"])
 def test_clients_whose_last_batch_has_one_sample_before_batch_norm_are_named_once(tmp_path, execution):
     parts = FromIndices([list(range(9)), list(range(9, 25)), list(range(25, 26)), list(range(26, 74))])
     loop = FederatedLoop(FedAvg(), partition=parts, seed=0, summary=False, execution=execution)
     fitted = trainer(tmp_path, loop, limit_val_batches=0, max_epochs=3)
-    with warnings.catch_warnings(record=True) as told:
-        warnings.simplefilter("always")
-        fitted.fit(Module(network(norm=nn.BatchNorm1d)), Data())
-    said = [str(each.message) for each in told if " without " in str(each.message)]
+    said = said_of_lost_clients(fitted, Module(network(norm=nn.BatchNorm1d)))
     assert len(said) == 1
     assert "2 of 4 clients, whose last batch has one sample: 0, 2." in said[0]
     assert "drop_last=True" in said[0]
@@ -589,10 +594,7 @@ def test_another_client_of_the_same_error_is_named_with_its_reason(tmp_path):
     parts = FromIndices([list(range(9)), list(range(9, 13)), list(range(13, 29))])
     loop = FederatedLoop(FedAvg(), partition=parts, seed=0, summary=False)
     fitted = trainer(tmp_path, loop, limit_val_batches=0, max_epochs=1)
-    with warnings.catch_warnings(record=True) as told:
-        warnings.simplefilter("always")
-        fitted.fit(CutsFours(network(norm=nn.BatchNorm1d)), Data())
-    said = [str(each.message) for each in told if " without " in str(each.message)]
+    said = said_of_lost_clients(fitted, CutsFours(network(norm=nn.BatchNorm1d)))
     assert len(said) == 2
     assert "a client, whose last batch has one sample: 0." in said[0]
     assert "without client 1: ValueError: Expected more than 1" in said[1]

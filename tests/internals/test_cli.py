@@ -3,20 +3,15 @@
 import collections.abc
 import inspect
 import json
-import re
 import typing
-from pathlib import Path
 
 import jsonargparse
 import pytest
 from lightning.pytorch.cli import LightningCLI
 from lightning.pytorch.demos.boring_classes import BoringModel
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
-from packaging.requirements import Requirement
-from packaging.specifiers import SpecifierSet
 
 import lightning_lowrank
-from lightning_lowrank.internals import cli
 from lightning_lowrank.internals.cli import (
     SubcommandCLI,
     read_counts_as_counts,
@@ -49,19 +44,6 @@ def test_every_method_is_called():
     done = Telling(BoringModel, args=["fit", "--more=3"])
     assert done.told[-2:] == ["optimizers", "fit with more=3"]
     assert "more: 3" in done.parser_of("fit").dump(done.config["fit"])
-
-
-@pytest.mark.parametrize("installed", ["4.51.0", "5.0.0"])
-def test_another_jsonargparse_is_refused(monkeypatch, installed):
-    monkeypatch.setattr(jsonargparse, "__version__", installed)
-    with pytest.raises(MisconfigurationException, match=rf"{re.escape(installed)} is installed.*jsonargparse"):
-        Telling(BoringModel, args=["fit"])
-
-
-def test_the_bound_of_jsonargparse_is_that_of_the_extras():
-    project = (Path(__file__).parents[2] / "pyproject.toml").read_text()
-    requirements = [Requirement(each) for each in re.findall(r'"(jsonargparse[^"]*)"', project)]
-    assert [each.specifier for each in requirements] == [SpecifierSet(), cli._JSONARGPARSE, cli._JSONARGPARSE]
 
 
 ALL = ["arguments of fit", "arguments of validate", "arguments of test", "arguments of predict"]
