@@ -42,6 +42,7 @@ from lightning_lowrank import (
     TopK,
     TrimmedMean,
 )
+from lightning_lowrank.internals.lightning import NewFigures
 from tests.federated.test_failures import Figures
 from tests.federated.test_stages import Clips, Held, Refuses, update_norms
 from tests.helpers import Data, Module, assert_same, blobs, fit, network, trainer, weights
@@ -180,6 +181,17 @@ def figures(logged: Mapping[str, float], *prefixes: str) -> dict[str, float]:
     return {name: value for name, value in logged.items() if name.startswith(prefixes)}
 
 
+class NewOfRounds(Figures):
+    """Keeps the figures that each round logs, without those of earlier rounds, which a resumed run does not have."""
+
+    def __init__(self):
+        super().__init__()
+        self.new = NewFigures()
+
+    def on_train_epoch_end(self, trainer, pl_module):
+        self.rounds.append({name: float(value) for name, value in self.new.find(trainer.callback_metrics).items()})
+
+
 @dataclass(frozen=True)
 class Result:
     """The result of a run: weights, figures by round, ids of clients with a state, and checkpoints of turns."""
@@ -200,7 +212,7 @@ def make(names: tuple[str, ...], folder: Path, resume: Path | None = None, save:
     settings |= settings_of(*names) or {}
     module, data = settings.pop("module", Module)(), settings.pop("data", samples)()
     before, arguments = settings.pop("before", []), settings.pop("trainer", {})
-    loop, rounds = FederatedLoop(**settings), Figures()
+    loop, rounds = FederatedLoop(**settings), NewOfRounds()
     saved = [ModelCheckpoint(folder, "{step:04d}", save_top_k=-1, every_n_train_steps=1)] if save else []
     arguments = {"limit_val_batches": 0, "num_sanity_val_steps": 0, "max_epochs": 2, **arguments}
     fitted = trainer(folder, *before, loop, rounds, *saved, **arguments)
@@ -237,7 +249,17 @@ def few(cases: Sequence[tuple[str, ...]], daily: int, slow: int) -> list[Any]:
     ]
 
 
-@pytest.mark.parametrize("names", few(POSSIBLE, 31, 4))
+def sampled(cases: Sequence[tuple[tuple[str, ...], str]]) -> list[Any]:
+    """Cases of a part within others: every fifth is slow, others nightly."""
+    return [
+        pytest.param(
+            names, name, id=f"{name} in {' and '.join(names)}", marks=[pytest.mark.nightly] if number % 5 else []
+        )
+        for number, (names, name) in enumerate(cases)
+    ]
+
+
+@pytest.mark.parametrize("names", few(POSSIBLE, 61, 8))
 def test_executions_agree(names):
     """Clients that step together have the figures of clients one by one, and the weights to rounding."""
     one, together = run(names), run(names, execution="vectorized")
@@ -251,9 +273,7 @@ def test_executions_agree(names):
 NEUTRAL = [(names, name) for names in POSSIBLE for name in names if PARTS[name].neutral]
 
 
-@pytest.mark.parametrize(
-    ("names", "neutral"), NEUTRAL, ids=[f"{name} in {' and '.join(names)}" for names, name in NEUTRAL]
-)
+@pytest.mark.parametrize(("names", "neutral"), sampled(NEUTRAL))
 @pytest.mark.slow
 def test_neutral_parts_change_nothing(names, neutral):
     expected = run(without(names, neutral))
@@ -264,9 +284,7 @@ def test_neutral_parts_change_nothing(names, neutral):
 LOSING = [(names, name) for names in POSSIBLE for name in names if PARTS[name].loses and "refused" not in names]
 
 
-@pytest.mark.parametrize(
-    ("names", "losing"), LOSING, ids=[f"{name} in {' and '.join(names)}" for names, name in LOSING]
-)
+@pytest.mark.parametrize(("names", "losing"), sampled(LOSING))
 @pytest.mark.slow
 def test_whatever_loses_a_client_is_the_same(names, losing):
     """A late answer, one with a number that is not finite, and one that a stage refuses: nothing is kept of them."""
