@@ -49,7 +49,9 @@ _OF_VALUES = (
 )
 """Ends of jsonargparse's messages about a value, and where the value is in them."""
 
+_OF_A_CLASS = ("class_path", "init_args")
 _MOST_NAMES = 12
+_MOST_ARGUMENTS = 20
 _CALLED = {
     "fp16 float16 bf16 bfloat16": "Half",
     "int8 int4 8bit 4bit": "Quantize",
@@ -99,13 +101,21 @@ def with_suggestions(message: str) -> str:
         word, known = look_up(match)
         # A valid name at the wrong place is no typo.
         meant = _most_similar(word, [name for name in known if name != word])
-        return match[0] + (f" (did you mean {meant!r}?)" if meant and word not in known else "")
+        if word in known:
+            return match[0]
+        arguments = [name for name in known if name not in _OF_A_CLASS] if look_up is _arguments else []
+        few = 0 < len(arguments) <= _MOST_ARGUMENTS
+        shown = f" (the arguments are {', '.join(arguments)})" if few else ""
+        return match[0] + (f" (did you mean {meant!r}?)" if meant else shown)
 
     described = _described(message) or _placed_elsewhere(message)
     if described:
         return described
     for pattern, look_up in _KINDS.items():
         message = re.sub(pattern, partial(suggested, look_up=look_up), message)
+    absent = re.search(r"No module named '(\w+)'", message)
+    if absent and any(path.exists() for path in (Path(f"{absent[1]}.py"), Path(absent[1], "__init__.py"))):
+        message += f" ({absent[1]} is in this folder, where Python looks with PYTHONPATH=. before the command)"
     return message
 
 
@@ -368,7 +378,7 @@ def _arguments(match: re.Match[str]) -> tuple[str, Iterable[str]]:
     if "expects a function" in match.string[: match.start()]:
         paths += _CLASS_PATH.findall(match.string[match.end() :])[:1]
     known = _parameters(paths[-1]) if paths else ()
-    return match[1].split(".")[0], ["class_path", "init_args", *known]
+    return match[1].split(".")[0], [*_OF_A_CLASS, *known]
 
 
 def _parameters(path: str) -> Iterable[str]:
@@ -376,9 +386,17 @@ def _parameters(path: str) -> Iterable[str]:
     if path in _ROOTS.values():
         return list(_hints(path))
     try:
-        return inspect.signature(getattr(import_module(module), name)).parameters
+        kind = getattr(import_module(module), name)
+        found: dict[str, None] = {}
+        for each in kind.__mro__ if isinstance(kind, type) else [kind]:
+            parameters = inspect.signature(each).parameters.values()
+            found |= {one.name: None for one in parameters if one.kind not in (one.VAR_POSITIONAL, one.VAR_KEYWORD)}
+            # A base's arguments are those of the class where it passes keyword arguments on.
+            if not any(one.kind is one.VAR_KEYWORD for one in parameters):
+                break
     except (ImportError, AttributeError, TypeError, ValueError):
         return ()
+    return list(found)
 
 
 def _classes(match: re.Match[str]) -> tuple[str, Iterable[str]]:

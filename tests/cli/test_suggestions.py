@@ -141,3 +141,22 @@ def test_the_most_similar_name_is_told(message):
     else:
         assert said.count("did you mean") == 1
         assert f"(did you mean '{CASES[message]}'?)" in said
+
+
+TABLE = "Problem with given class_path 'lightning_lowrank.data.ClientTable': Option "
+
+
+def test_arguments_that_a_base_has_are_known_too():
+    assert "(did you mean 'batch_size'?)" in with_suggestions(f"{TABLE}'btch_size' is not accepted")
+
+
+def test_a_name_like_no_argument_is_answered_with_the_arguments():
+    assert "(the arguments are train, client, target, " in with_suggestions(f"{TABLE}'path' is not accepted")
+
+
+def test_a_module_in_the_current_folder_is_found_by_pythonpath(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    message = "Problem with given class_path 'mine.Module': No module named 'mine'"
+    assert with_suggestions(message) == message
+    (tmp_path / "mine.py").touch()
+    assert "PYTHONPATH=." in with_suggestions(message)
