@@ -290,7 +290,13 @@ def _approve(parser: argparse.ArgumentParser, words: list[str]) -> None:
     content = approval.read_plain(data, str(options.recipe))
     approval.check_reads_nothing(content)
     print(*approval.sentences(content), sep="\n")
-    if not options.yes and input("Approve? [y/N] ").strip().lower() not in ("y", "yes"):
+    try:
+        yes = options.yes or input("Approve? [y/N] ").strip().lower() in ("y", "yes")
+    except EOFError:
+        raise misconfigured(
+            "nothing was approved, for no input can be read: --yes approves without a question."
+        ) from None
+    if not yes:
         raise misconfigured("nothing was approved.")
     approvals = approval.Approvals(options.policy.parent / "approved")
     folder = approval.state_folder({} if options.state_dir is None else {"state-dir": options.state_dir})

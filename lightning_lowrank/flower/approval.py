@@ -251,7 +251,9 @@ def left_to_sites(content: Any, values: dict[str, Any]) -> Any:
                 f"{name} is {values[name]!r} in one place of the recipe and {value!r} in another, and a site has one"
                 " value for it: make them equal."
             )
-        shared = name != "root" and (not isinstance(value, str) or _PLAIN_NAME.fullmatch(value))
+        # A file on this machine is no default for others.
+        shared = not isinstance(value, str) or (_PLAIN_NAME.fullmatch(value) and not _is_file(value))
+        shared = shared and name != "root"
         left[name] = {"site": name, **({"default": value} if shared else {})}
     return left
 
@@ -324,8 +326,8 @@ def sentences(content: Mapping[str, Any]) -> list[str]:
         f"Data: {_as_call(content.get('data'))}, divided by {_as_call(federated.get('partition'))}.",
         f"Model: {_as_call(content.get('model'))}.",
         f"Low rank: {_as_call(content.get('lowrank'))}.",
-        f"Method: {_as_call(federated.get('algorithm'))}; {federated.get('clients')} clients, of which"
-        f" {federated.get('clients_per_round') or 'all'} a round, {trainer.get('max_epochs')} rounds of"
+        f"Method: {_as_call(federated.get('algorithm'))}; {federated.get('clients') or 'any number of'} clients, of"
+        f" which {federated.get('clients_per_round') or 'all'} a round, {trainer.get('max_epochs')} rounds of"
         f" {federated.get('local_epochs')} local epochs, and no round of fewer than"
         f" {federated.get('min_clients') or 1} clients.",
         f"Callbacks: {'; '.join(map(_as_call, callbacks)) or 'none'}.",

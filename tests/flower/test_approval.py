@@ -1,6 +1,7 @@
 """A site runs the recipes that it has approved, byte by byte, and tells the server nothing else."""
 
 import http.server
+import io
 import json
 import pickle
 import re
@@ -20,7 +21,7 @@ from lightning_lowrank import FromIndices, MatrixProduct, convert, export_adapte
 from lightning_lowrank.cli import main
 from lightning_lowrank.data import Arrays, TextClassification
 from lightning_lowrank.flower import write_project
-from lightning_lowrank.flower.approval import check_reads_nothing, filled, read_plain, sentences
+from lightning_lowrank.flower.approval import check_reads_nothing, filled, left_to_sites, read_plain, sentences
 from lightning_lowrank.flower.audit import AuditLog
 from lightning_lowrank.flower.client import client_app
 from lightning_lowrank.flower.messages import JOIN, LISTEN, TRAIN, pack
@@ -208,6 +209,23 @@ def test_what_a_site_fills_in_stays_below_its_data_root(tmp_path):
         for name in ("train", "model"):
             with pytest.raises(MisconfigurationException, match="data-root"):
                 filled(content, {"model": "model", name: value}, str(root))
+
+
+def test_a_file_of_the_author_is_no_default_for_sites(tmp_path):
+    (tmp_path / "a.csv").touch()
+    own = {}
+    left = left_to_sites({"data": {"train": "a.csv", "validation": "b.csv"}}, own)["data"]
+    assert left == {"train": {"site": "train"}, "validation": {"site": "validation", "default": "b.csv"}}
+    assert own["train"] == "a.csv"
+    check_reads_nothing(left)
+
+
+def test_approval_without_a_terminal_names_the_option(tmp_path, monkeypatch):
+    recipe = write_recipe(tmp_path, {})
+    (tmp_path / "policy.yaml").write_text("min_clients: 2\n")
+    monkeypatch.setattr("sys.stdin", io.StringIO())
+    with pytest.raises(SystemExit, match="--yes"):
+        main(["flower", "approve", str(recipe), "--policy", "policy.yaml", "--state-dir", "state"])
 
 
 def test_approve_shows_and_keeps(tmp_path, monkeypatch, capsys):
