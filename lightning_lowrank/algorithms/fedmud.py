@@ -62,7 +62,8 @@ class FedMUD(ChangesBase):
         if not self._layers:
             raise MisconfigurationException(
                 "FedMUD trains low-rank changes to frozen weights, and the module has no low-rank layer of role"
-                " 'update': put LowRank(..., role='update') before FederatedLoop in `callbacks`."
+                " 'update': put LowRank(..., role='update') before FederatedLoop in `callbacks`, or give a recipe the"
+                " section lowrank."
             )
         self._factors = dict.fromkeys(
             f"{name}.factors.{factor}" for name, layer in self._layers.items() for factor in layer.factors

@@ -105,8 +105,8 @@ class LowRankCodec(RandomCodec[Factors]):
         super().__init__(seed)
         if sum(given is not None for given in (rank, budget, energy)) != 1:
             raise ValueError(
-                f"exactly one of rank, budget and energy must be given, but they are {rank!r}, {budget!r} and"
-                f" {energy!r}."
+                f"{type(self).__name__}: exactly one of rank, budget and energy must be given, but they are {rank!r},"
+                f" {budget!r} and {energy!r}: give LowRankCodec(rank=4), for one."
             )
         if rank is not None:
             check_integer("rank", rank)

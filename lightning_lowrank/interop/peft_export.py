@@ -249,9 +249,10 @@ def _changed(described: Outline, tensors: Mapping[str, Tensor], root: str, base:
             continue
         key = layers.get(name, name).removeprefix(root)
         if key not in before or before[key].shape != value.shape:
+            part = f"module.{root.removesuffix('.')}" if root else "the network"
             raise misconfigured(
-                f"base has no {key} of shape {tuple(value.shape)}: it must be the network as it was before its layers"
-                " were converted."
+                f"base has no {key} of shape {tuple(value.shape)}: it must be {part} as it was before its layers were"
+                " converted."
             )
         if not torch.equal(before[key].to(value), value):
             changed.add(name)

@@ -169,10 +169,12 @@ class _Budget:
             return
         needed = math.ceil(floor / self.dense * 1e4) / 1e4 if self.settings.budget_unit == "share" else f"{floor:,}"
         unit = "bytes" if self.settings.budget_unit == "bytes" else "parameters"
+        layers = sum(self.counts.values())
         raise ValueError(
             f"budget={self.budget:.6g} cannot be met: it allows {int(allowed):,} of the dense model's "
             f"{self.dense:,} {unit}, but {self.rest:,} ({percent(self.rest / self.dense)}) are trained "
-            f"outside the {sum(self.counts.values())} layers to convert, and with rank 1 in each of those it is "
+            f"outside the {f'{layers} layers' if layers > 1 else 'one layer'} to convert, and with rank 1 in "
+            f"{'each of those' if layers > 1 else 'that'} it is "
             f"{floor:,} ({percent(floor / self.dense)}). {self._largest_outside()}Use a budget of at least {needed}, "
             "convert more layers, or set freeze_rest=True."
         )

@@ -55,8 +55,9 @@ def _check_layers(found: Adapters, trained: Mapping[str, Tensor], operator: Oper
         if adapter.rank > min(adapter.shape):
             raise MisconfigurationException(
                 f"FedLoRA: the adapter of layer {adapter.name!r} has rank {adapter.rank}, above the smaller side of"
-                f" its {adapter.shape[0]}×{adapter.shape[1]} weight: train the layer whole, with PEFT's"
-                " modules_to_save, leave it out (exclude_modules), or give it a rank of its own (rank_pattern)."
+                f" its {adapter.shape[0]}×{adapter.shape[1]} weight: leave it out (LowRank's exclude, PEFT's"
+                " exclude_modules), train it whole (also keep_trained, or PEFT's modules_to_save), or with PEFT give it"
+                " a rank of its own (rank_pattern)."
             )
         if operator.changes_base and adapter.unfoldable:
             raise MisconfigurationException(

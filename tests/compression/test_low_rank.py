@@ -278,7 +278,7 @@ def test_changed_messages_are_refused_or_small(codec, changes):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({}, "exactly one of rank, budget and energy"),
+        ({}, "LowRankCodec: exactly one of rank, budget and energy"),
         ({"rank": 2, "energy": 0.5}, r"exactly one .*2.*0\.5"),
         ({"rank": 0}, "rank.*0"),
         ({"rank": 1.5}, r"rank.*1\.5"),

@@ -7,6 +7,8 @@ the synthetic splits of the federated learning literature, `ByKey` takes the cli
 
 from __future__ import annotations
 
+import difflib
+import functools
 import math
 import re
 from abc import ABC, abstractmethod
@@ -161,7 +163,9 @@ class Partition(Configured, ABC):
             MisconfigurationException: If ``clients`` is missing, or contradicts what the partition knows.
         """
         if clients is None:
-            raise MisconfigurationException(f"{type(self).__name__} needs the number of clients: give clients=.")
+            raise MisconfigurationException(
+                f"{type(self).__name__} needs the number of clients: give clients=10, for one."
+            )
         return clients
 
     @abstractmethod
@@ -507,7 +511,8 @@ class ByKey(Partition):
             return self._keys_in_file(dataset, Path(self.file))
         if callable(self.key):
             return call_on(dataset, self.key, "key", _KEY_ADVICE)
-        return find_column(dataset, (self.key,), (self.key,), self._key_of, self.key, _KEY_ADVICE, classes=True)
+        pick = functools.partial(self._key_of, dataset)
+        return find_column(dataset, (self.key,), (self.key,), pick, self.key, _KEY_ADVICE, classes=True)
 
     def _keys_in_file(self, dataset: Dataset, path: Path) -> np.ndarray:
         """The key of each sample from ``file``, by the sample's row."""
@@ -524,12 +529,15 @@ class ByKey(Partition):
         keys[places] = found
         return keys if rows is None else keys[rows.numbers.numpy()]
 
-    def _key_of(self, sample: Any) -> Any:
+    def _key_of(self, dataset: Dataset, sample: Any) -> Any:
         if isinstance(sample, Mapping) and self.key in sample:
             return sample[self.key]
+        known = [*getattr(dataset, "__dict__", ()), *(sample if isinstance(sample, Mapping) else ())]
+        similar = difflib.get_close_matches(str(self.key), map(str, known), 1)
         raise MisconfigurationException(
             f"key={self.key!r} is neither an attribute of the dataset with one entry for each sample nor a"
-            f" field of its samples ({describe(sample)}): give another name, or a function dataset -> keys."
+            f" field of its samples ({describe(sample)}): give {(similar and repr(similar[0])) or 'another name'}, or a"
+            " function dataset -> keys."
         )
 
     def count_clients(self, clients: int | None, keys: Column | None) -> int:

@@ -35,6 +35,7 @@ _OF_GRADIENTS = (
 )
 _AROUND_STEPS = ("on_train_batch_start", "on_train_batch_end")
 _CALLED_AROUND = (*_AROUND_STEPS, "on_before_zero_grad", "on_before_backward")
+_LONGEST = 200
 _PACKAGES = ("lightning.pytorch.", "pytorch_lightning.", "lightning_lowrank.")
 _CAUSES: tuple[tuple[str, str], ...] = (
     (
@@ -80,7 +81,8 @@ def cause_of(error: Exception) -> str:
     """The likely cause in the training step of an error that torch raised."""
     if isinstance(error, DiffersBetweenClients):
         return str(error)
-    message = str(error).strip().split("\n")[0][:200]
+    first = str(error).strip().split("\n")[0].rstrip(".")
+    message = first if len(first) <= _LONGEST else f"{first[:_LONGEST]}..."
     sentence = next((sentence for sign, sentence in _CAUSES if re.search(sign, message)), "")
     return f"{sentence}; torch says: {message}" if sentence else f"{type(error).__name__}: {message}"
 
@@ -99,7 +101,7 @@ class CannotMap(MisconfigurationException):
 
     def __init__(self, cause: str) -> None:
         self.reason = f"execution='vectorized' cannot map training_step over clients: {cause}"
-        super().__init__(f"{self.reason}. Or use execution='sequential', or 'auto', which falls back to it.")
+        super().__init__(f"{self.reason}. Use execution='sequential', or 'auto', which falls back to it.")
 
 
 @runtime_checkable

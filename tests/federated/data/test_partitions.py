@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
-from torch.utils.data import ConcatDataset, IterableDataset, Subset
+from torch.utils.data import ConcatDataset, IterableDataset, Subset, TensorDataset
 
 from lightning_lowrank.federated.data import IID, ByKey, Dirichlet, FromIndices, LabelCount, find_labels
 from lightning_lowrank.seeding import generator
@@ -377,6 +377,15 @@ def test_by_key_refuses_what_is_no_key(arguments, message):
 def test_by_key_refuses_a_function_that_returns_too_few():
     with pytest.raises(MisconfigurationException, match=r"key\(dataset\) returned 1 entries for 4 samples"):
         ByKey(lambda dataset: ["a"]).split(WithAttribute(4), None, 0)
+
+
+@pytest.mark.parametrize("attribute", [True, False])
+def test_a_misspelt_key_gets_the_similar_one(attribute):
+    dataset = TensorDataset(torch.arange(4)) if attribute else [{"writer": name} for name in WRITERS]
+    if attribute:
+        dataset.writer = WRITERS
+    with pytest.raises(MisconfigurationException, match="give 'writer'"):
+        ByKey("writr").split(dataset, None, 0)
 
 
 # FromIndices
