@@ -298,7 +298,8 @@ def _lines(file: TextIO) -> Iterator[str]:
     while line := file.readline(_LONGEST_LINE):
         if len(line) == _LONGEST_LINE:
             raise csv.Error(f"a line of more than {_LONGEST_LINE:,} letters")
-        yield line
+        # Python 3.10's csv module accepts no NUL.
+        yield line.replace("\0", "\ufffd")
 
 
 def _last_of_each(rounds: np.ndarray, values: np.ndarray) -> Series:

@@ -411,6 +411,9 @@ class _Attributes:
         ]
         same += [item for item in items if isinstance(item, lasting)]
         memo: dict[int, Any] = {id(item): item for item in same}
+        # Slow weights that were cloned without no_grad() have a graph, and deepcopy() refuses these.
+        graphs = [item for item in items if isinstance(item, Tensor) and item.grad_fn is not None]
+        memo |= {id(item): item.detach().clone() for item in graphs}
         # copy.deepcopy() copies an optimizer by its state and groups only, so copy the attributes of inner optimizers
         # here.
         inside = [item for item in items if isinstance(item, Optimizer) and item is not optimizer]

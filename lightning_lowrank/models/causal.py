@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -18,6 +19,9 @@ from lightning_lowrank.configuration import check_integer
 from lightning_lowrank.data.tokenized import IGNORED
 from lightning_lowrank.models.pretrained import head_seed, load_pretrained
 from lightning_lowrank.seeding import default_seed
+
+_INVERTING = "_prepare_4d_causal_attention_mask"
+"""The function of transformers that inverts a mask of each pair of tokens, which later releases do not call."""
 
 
 class CausalLM(LightningModule):
@@ -210,6 +214,8 @@ def _windows(network: Any, tokens: int) -> dict[str, int | None]:
         raise _not_packed(
             f"its attn_implementation={attention!r} takes no mask of each pair of tokens; load it with 'sdpa'"
         )
+    if any(hasattr(sys.modules[type(part).__module__], _INVERTING) for part in network.modules()):
+        raise _not_packed(f"{config.model_type!r} inverts masks of each pair of tokens in this release of transformers")
     if config.model_type == "bloom" or getattr(config, "alibi", False):
         raise _not_packed(f"{config.model_type!r} makes ALiBi's biases of a mask of padding")
     sizes = {

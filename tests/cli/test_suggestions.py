@@ -90,7 +90,7 @@ def said():
         ("federated.weighting", "loss", ["'uniform'", "function"]),
         ("federated.availability", "users.csv", ["a list of numbers, a dictionary"]),
         ("federated.data_on_device", "cuda", ["true or false or 'auto'"]),
-        ("federated.clients_per_round", "50%", ["an integer, a number or null", "write 0.5"]),
+        ("federated.clients_per_round", "50%", ["an integer", "a number", "null", "write 0.5"]),
         ("federated.client_dropout", "1/4", ["write 0.25"]),
         ("federated.allow_changes", "counter", ["[counter]"]),
         ("lowrank.factorization", "Tucker", ["CP, CoreProduct"]),

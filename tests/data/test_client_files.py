@@ -257,7 +257,7 @@ def test_a_pickle_with_code_is_refused(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "train").mkdir()
     np.savez(tmp_path / "train" / "0.npz", data=np.array({"x": Code(), "y": [1]}, dtype=object))
-    with pytest.raises(MisconfigurationException, match=r"0\.npz.*pathlib"):
+    with pytest.raises(MisconfigurationException, match=r"0\.npz.*it holds (pathlib|builtins\.getattr)"):
         ClientFiles(str(tmp_path)).setup()
     assert not Path("marker").exists()
     dump(tmp_path / "clients.pkl", {0: [1], 1: Code()})

@@ -146,13 +146,13 @@ class Lookahead(torch.optim.Optimizer):
 
 
 class Prepared(torch.optim.Optimizer):
-    """Makes its state when it is made."""
+    """Makes its state when it is made, some of it with a graph."""
 
     def __init__(self, parameters, lr=0.1):
         super().__init__(parameters, {"lr": lr})
         for group in self.param_groups:
             for value in group["params"]:
-                self.state[value] = {"momentum": torch.zeros_like(value), "number": 0}
+                self.state[value] = {"momentum": torch.zeros_like(value), "number": 0, "start": value.clone()}
 
     @torch.no_grad()
     def step(self, closure=None):
@@ -163,7 +163,7 @@ class Prepared(torch.optim.Optimizer):
                 state = self.state[value]
                 state["number"] += 1
                 state["momentum"].mul_(0.9).add_(value.grad)
-                value.sub_(group["lr"] / state["number"] * state["momentum"])
+                value.sub_(group["lr"] / state["number"] * state["momentum"]).lerp_(state["start"], 0.01)
         return loss
 
 
@@ -191,7 +191,7 @@ def of_others():
         return found
     names = ("Lion", "Ranger", "AdaBelief", "Prodigy", "ScheduleFreeAdamW")
     return found | {
-        "pytorch_optimizer.Lookahead": lambda p: others.Lookahead(others.AdamP(p, lr=0.01)),
+        "pytorch_optimizer.Lookahead": lambda p: others.Lookahead(torch.optim.AdamW(p, lr=0.01)),
         **{f"pytorch_optimizer.{name}": partial(getattr(others, name), lr=0.01) for name in names},
     }
 

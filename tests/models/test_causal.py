@@ -1,6 +1,7 @@
 """CausalLM: its loss, perplexity and answers, packed texts, and LoRA at natural clients."""
 
 import copy
+import sys
 from functools import partial
 
 import pytest
@@ -31,6 +32,7 @@ ROWS = [
     {"instruction": text, "output": "good film" if label == "1" else "bad", "speaker": f"s{row % 3}"}
     for row, (text, label) in enumerate(texts.sentences(12, 0, longest=7))
 ]
+INVERTING = "_prepare_4d_causal_attention_mask"
 END = texts.WORDS.index("[SEP]")
 SGD = partial(torch.optim.SGD, lr=0.5)
 
@@ -115,10 +117,22 @@ def packed(count=4):
 def test_packed_texts_are_seen_through_the_models_window(given):
     module, (ids, batch) = CausalLM({**SIZES, **given}).eval(), packed()
     assert len(batch["input_ids"]) == 1
+    if hasattr(sys.modules[type(module.network).__module__], INVERTING):
+        with pytest.raises(MisconfigurationException, match="inverts masks"):
+            module(batch)
+        return
     with torch.no_grad():
         found = module(batch)[0, : sum(map(len, ids))]
         alone = torch.cat([module.network(torch.tensor([text])).logits[0] for text in ids])
     torch.testing.assert_close(found, alone, atol=1e-5, rtol=1e-4)
+
+
+def test_a_model_that_inverts_masks_is_refused(monkeypatch):
+    """MPT and XGLM of transformers 5.0: each text would see the others alone."""
+    module = CausalLM({**SIZES, **GEMMA})
+    monkeypatch.setattr(sys.modules[type(module.network).__module__], INVERTING, None, raising=False)
+    with pytest.raises(MisconfigurationException, match=r"'gemma2' inverts masks.*leave out packing=True"):
+        module(packed()[1])
 
 
 @pytest.mark.slow
