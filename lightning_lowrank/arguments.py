@@ -90,12 +90,14 @@ def printable(text: str) -> str:
 def without_formula(text: str) -> str:
     """A text for a cell of a CSV file, after an apostrophe if a spreadsheet would run it as a formula.
 
+    Apostrophes before such a text get one more, so that the text without its first apostrophe is the original.
+
     Example:
-        >>> without_formula("=1+1"), without_formula("-3"), without_formula("ada")
-        ("'=1+1", '-3', 'ada')
+        >>> without_formula("=1+1"), without_formula("'=1+1"), without_formula("-3"), without_formula("ada")
+        ("'=1+1", "''=1+1", '-3', 'ada')
     """
     # Spreadsheets read full-width characters too.
-    if text.startswith(tuple("=+-@＝＋－＠")):
+    if text.lstrip("'").startswith(tuple("=+-@＝＋－＠")):
         with contextlib.suppress(ValueError):
             float(text)
             return text

@@ -29,8 +29,11 @@ def write_metadata(folder: Path, values: Mapping[str, float | list[float] | Mapp
     """Write numbers, lists of numbers and, as ``software``, versions; an existing file is replaced atomically."""
     folder.mkdir(parents=True, exist_ok=True)
     part = folder / f".{NAME}.{os.getpid()}.part"
-    part.write_text(json.dumps(values, indent=1) + "\n")
-    part.replace(folder / NAME)
+    try:
+        part.write_text(json.dumps(values, indent=1) + "\n")
+        part.replace(folder / NAME)
+    finally:
+        part.unlink(missing_ok=True)
 
 
 def read_metadata(folder: Path) -> dict[str, list[float]]:

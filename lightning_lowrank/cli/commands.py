@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import argparse
 import difflib
-import errno
 import sys
 from collections.abc import Callable
 from importlib import import_module
@@ -55,8 +54,9 @@ def main(args: ArgsType = None) -> None:
     except Exception as error:
         from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
-        full = isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT)
-        if not isinstance(error, MisconfigurationException) and not full:
+        from lightning_lowrank.federated.safe_files import of_full_disk
+
+        if not isinstance(error, MisconfigurationException) and of_full_disk(error) is None:
             raise
         from lightning_lowrank.arguments import printable
 

@@ -19,8 +19,7 @@ from rich.box import SIMPLE_HEAD
 from rich.console import Console, JustifyMethod
 from rich.text import Text
 
-from lightning_lowrank.arguments import without_formula
-from lightning_lowrank.cli.runs import printable
+from lightning_lowrank.arguments import printable, without_formula
 
 _STYLE = """
 body { font: 16px/1.5 system-ui, sans-serif; color: #1a1a1a; background: #fff; }
@@ -137,7 +136,7 @@ class Table(list[Column]):
 
 
 def _html(text: str) -> str:
-    return html.escape("\n".join(map(printable, text.split("\n"))))
+    return html.escape(printable(text))
 
 
 def _markdown(text: str) -> str:

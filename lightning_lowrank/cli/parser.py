@@ -8,6 +8,7 @@ from __future__ import annotations
 import gc
 import json as json_module
 import os
+import re
 import sys
 import traceback
 from collections.abc import Sequence
@@ -77,6 +78,8 @@ _PARSER_NOISE = (
     "a dict with",
 )
 _LONGEST_VALUE = 40
+_OF_DEVICES = ("accelerator", "devices", "strategy", "precision")
+"""Arguments of the trainer that Lightning's errors do not always name."""
 _CHECKPOINT_NAMES = ("best", "last", "hpc")
 # inspect accepts seeds so that a recipe with seeds can be inspected. What a run costs does not depend on its seed.
 _SEEDED = ("fit", "inspect")
@@ -211,6 +214,15 @@ def _telling(message: str) -> list[str]:
             said = said or "Got value" in line
             useful.append(line)
     return useful
+
+
+def _of_trainer(error: Exception, given: Namespace) -> str:
+    """Lightning's message about the trainer's arguments, after their names and values."""
+    message = str(error)
+    named = [name for name in vars(given) if re.search(rf"\b{name}\b", message)]
+    values = [f"trainer.{name}={given[name]!r}" for name in named or _OF_DEVICES]
+    known = " A federation takes auto, or client_parallel for several devices." if "invalid strategy" in message else ""
+    return f"{', '.join(values)}: {message}{known}"
 
 
 class LowRankCLI(SubcommandCLI):
@@ -392,7 +404,10 @@ class LowRankCLI(SubcommandCLI):
         draws = any(isinstance(each, RoundPictures) for each in others)
         if section.get("federated") is not None and shows_pictures(logger) and not draws:
             others = [*others, RoundPictures()]
-        trainer = super().instantiate_trainer(callbacks=[*own, *others], **kwargs)
+        try:
+            trainer = super().instantiate_trainer(callbacks=[*own, *others], **kwargs)
+        except (ImportError, RuntimeError, TypeError, ValueError, MisconfigurationException) as error:
+            raise MisconfigurationException(_of_trainer(error, section["trainer"])) from error
         if type(trainer.strategy.checkpoint_io) is TorchCheckpointIO:
             trainer.strategy.checkpoint_io = WholeCheckpoints()
         return trainer

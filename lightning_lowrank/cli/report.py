@@ -17,7 +17,7 @@ from pathlib import Path
 import numpy as np
 from rich.console import Console
 
-from lightning_lowrank.arguments import listed
+from lightning_lowrank.arguments import listed, printable
 from lightning_lowrank.cli.pages import Column, Page, Table
 from lightning_lowrank.cli.runs import (
     Run,
@@ -31,11 +31,11 @@ from lightning_lowrank.cli.runs import (
     group_by_seed,
     mean_and_deviation,
     monitors,
-    printable,
     setting_text,
     short_names,
 )
 from lightning_lowrank.configuration import check_integer, misconfigured
+from lightning_lowrank.interop.files import replacing
 from lightning_lowrank.metric_direction import USUAL, direction, usual
 from lightning_lowrank.plots import draw
 from lightning_lowrank.units import bytes_text, fixed, percent
@@ -194,14 +194,17 @@ def _write(folder: Path, files: Mapping[str, bytes]) -> list[Path]:
     if others:
         raise misconfigured(f"no report has written {listed(others)} in {folder}: give --output another folder.")
     folder.mkdir(parents=True, exist_ok=True)
-    manifest.write_text("\n".join(sorted(earlier | files.keys())), "utf-8")
+    with replacing(manifest) as part:
+        part.write_text("\n".join(sorted(earlier | files.keys())), "utf-8")
     for name in earlier - files.keys():
         # Leftover pictures of an earlier report would look like part of this one.
         if Path(name).name == name:
             (folder / name).unlink(missing_ok=True)
     for name, data in files.items():
-        (folder / name).write_bytes(data)
-    manifest.write_text("\n".join(sorted(files)), "utf-8")
+        with replacing(folder / name) as part:
+            part.write_bytes(data)
+    with replacing(manifest) as part:
+        part.write_text("\n".join(sorted(files)), "utf-8")
     return [folder / name for name in files]
 
 
@@ -510,7 +513,7 @@ def answers(groups: Groups, goal: Goal) -> list[str]:
         ]
         text += f" Not reached by all seeds: {', '.join(missed)}." * bool(missed)
         sentences.append(f"{metric} {goal.target:g} {text}")
-    return [printable(sentence) for sentence in sentences]
+    return [printable(sentence.replace("\n", " ")) for sentence in sentences]
 
 
 def _and(names: Sequence[str]) -> str:

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple, TextIO
 import numpy as np
 import yaml
 
-from lightning_lowrank.arguments import without_formula
+from lightning_lowrank.arguments import printable, without_formula
 from lightning_lowrank.configuration import misconfigured
 from lightning_lowrank.metric_direction import Monitor
 from lightning_lowrank.run_metadata import read_metadata, read_software
@@ -182,11 +182,6 @@ class Run:
 
         walk(self.config or _load_config(self.folder / "hparams.yaml"), "")
         return found
-
-
-def printable(text: str) -> str:
-    """A text in which characters that are not printable are replaced."""
-    return "".join(letter if letter.isprintable() else "\ufffd" for letter in text)
 
 
 def as_number(text: Any) -> float | None:
@@ -404,7 +399,7 @@ def run_figures(run: Run) -> dict[str, str | float]:
     found: dict[str, str | float] = {}
     algorithm = found_in(run.config, "federated", "algorithm")
     if algorithm is not None:
-        found["algorithm"] = printable(describe(algorithm))
+        found["algorithm"] = describe(algorithm)
     if run.count:
         found["rounds"] = run.count
     for name, label in (("samples", "samples of a client (least, median, most)"), ("ranks", "ranks")):
@@ -417,7 +412,7 @@ def run_figures(run: Run) -> dict[str, str | float]:
     for name in dict.fromkeys((*run.figures, *run.evaluated)):
         value = run.last(name)
         if value is not None and name.startswith(("comm/total_", "comm/ratio", "val_", "test_")):
-            found[printable(name)] = int(value) if value.is_integer() else value
+            found[name] = int(value) if value.is_integer() else value
     return found
 
 
@@ -508,7 +503,8 @@ def short_names(groups: Sequence[Sequence[Run]]) -> list[str]:
         for number, words in zip(numbers, _differences([groups[number] for number in numbers]), strict=True):
             names[number] = folder if not words else words if len(members) == 1 else f"{folder} ({words})"
     count = Counter(names)
-    names = [printable(f"{name}{_seed(group) * (count[name] > 1)}") for name, group in zip(names, groups, strict=True)]
+    names = [f"{name}{_seed(group) * (count[name] > 1)}" for name, group in zip(names, groups, strict=True)]
+    names = [printable(name.replace("\n", " ")) for name in names]
     count = Counter(names)
     for number, name in enumerate(names):
         if count[name] > 1:

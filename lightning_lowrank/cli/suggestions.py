@@ -28,7 +28,12 @@ _SIMILAR = 0.65
 _SHORTEST_PART = 3
 _MOST_HOLDING = 3
 _FILES = ".csv .json .jsonl .npy .npz .parquet .pkl .pt .pth .tsv .txt .yaml .yml"
-_ROOTS = {"federated": "lightning_lowrank.FederatedLoop", "lowrank": "lightning_lowrank.LowRank"}
+_ROOTS = {
+    "federated": "lightning_lowrank.FederatedLoop",
+    "lowrank": "lightning_lowrank.LowRank",
+    "trainer": "lightning.pytorch.Trainer",
+}
+_OF_LIGHTNING = tuple(f"lightning.pytorch.{name}" for name in ("callbacks", "loggers", "profilers", "strategies"))
 _FIRST = {"federated": "--federated.algorithm FedAvg", "lowrank": "--lowrank.factorization MatrixProduct"}
 _WORDS = {
     int: "an integer",
@@ -40,7 +45,7 @@ _WORDS = {
     type(None): "null",
 }
 _OF_VALUES = (
-    r"no class is known as (?P<class>.+)",
+    r"no class is known as (?P<class>.+?)(?: Expected a .+)?",
     r"Unexpected import path format: (?P<path>.+)",
     r"Not a valid subclass of \w+\. Got value: (?P<object>.+)",
     r"(?:Expected .*?)?Got value: (?P<value>.+)",
@@ -131,7 +136,8 @@ def _described(message: str) -> str:
     """The sentence for a wrong value of an argument of this package's classes; empty for any other message."""
     keys = re.findall(r'Parser key "([\w.]+)": ', message)
     where = list(re.finditer(r'(?:given class_path \'([\w.]+)\': )?Parser key "([\w.]+)": ?', message))
-    if not where or keys[:1] not in (["federated"], ["lowrank"]):
+    section, _, argument = keys[0].partition(".") if keys else ("", "", "")
+    if section not in _ROOTS or (argument and (section != "trainer" or len(where) > 1)):
         return ""
     end = message[where[-1].end() :]
     found = next((match for pattern in _OF_VALUES if (match := re.fullmatch(pattern, end))), None)
@@ -143,13 +149,12 @@ def _described(message: str) -> str:
     # What cannot be imported keeps its cause, but for a file, which was never meant to be imported.
     if not found or not value or (failed_import and not _is_file(value)):
         return ""
-    section = keys[0]
-    if len(where) == 1:
-        return _whole_section(section, value)
-    owner = where[-1][1]
-    if not owner or not owner.startswith(_PACKAGE):
+    if len(where) == 1 and not argument:
+        return _whole_section(section, value) if section in _FIRST else ""
+    owner = _ROOTS["trainer"] if argument else where[-1][1]
+    if not owner or not (argument or owner.startswith(_PACKAGE)):
         return ""
-    name = where[-1][2]
+    name = argument or where[-1][2]
     hint = _hints(owner).get(name)
     if hint is None:
         return ""
@@ -287,6 +292,9 @@ def _placed_elsewhere(message: str) -> str:
 def _words(hint: Any) -> str:
     """A type hint in words."""
     parts = [part for part in _parts(hint) if part is not type(None)]
+    literals = {str(each): each for part in parts if get_origin(part) is Literal for each in get_args(part)}
+    parts = [part for part in parts if get_origin(part) is not Literal]
+    parts += [Literal[tuple(literals.values())]] if literals else []
     described = list(dict.fromkeys(map(_word, parts)))
     if type(None) in _parts(hint):
         described.append("null")
@@ -303,7 +311,7 @@ def _word(part: Any) -> str:
         return f"a list of {'lists' if get_origin(get_args(part)[0]) is list else _plural(get_args(part)[0])}"
     if origin in _WORDS:
         return _WORDS[origin]
-    if isinstance(origin, type) and origin.__module__.startswith(_PACKAGE):
+    if isinstance(origin, type) and origin.__module__.startswith(_CLASSES_OF):
         return _names(origin)
     if origin is Callable or getattr(origin, "__name__", "") == "Callable":
         return "the import path of a function"
@@ -335,9 +343,9 @@ def _parts(hint: Any) -> list[Any]:
 
 
 def _bases(hint: Any) -> list[type]:
-    """This package's classes in a type hint."""
+    """This package's and Lightning's classes in a type hint."""
     inner = [each for part in _parts(hint) for each in ([part] if get_origin(part) is not list else get_args(part))]
-    return [each for each in inner if isinstance(each, type) and each.__module__.startswith(_PACKAGE)]
+    return [each for each in inner if isinstance(each, type) and each.__module__.startswith(_CLASSES_OF)]
 
 
 def _literals(hint: Any) -> list[str]:
@@ -353,9 +361,10 @@ def _kinds(base: type) -> Iterable[type]:
 
 @functools.cache
 def _known_classes() -> Mapping[str, type]:
-    """The classes that this package exports, by name."""
-    package = import_module(_PACKAGE)
-    return {name: kind for name in dir(package) if isinstance(kind := getattr(package, name, None), type)}
+    """The classes that Lightning and this package export, by name."""
+    modules = map(import_module, (*_OF_LIGHTNING, _PACKAGE))
+    found = ((name, getattr(module, name, None)) for module in modules for name in dir(module))
+    return {name: kind for name, kind in found if isinstance(kind, type)}
 
 
 def _hints(path: str) -> Mapping[str, Any]:

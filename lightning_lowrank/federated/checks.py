@@ -35,6 +35,7 @@ from torch.optim import Optimizer
 
 from lightning_lowrank.aggregation import Aggregator, DistanceRule, RobustRule
 from lightning_lowrank.arguments import listed
+from lightning_lowrank.configuration import check_integer
 from lightning_lowrank.federated.algorithm import Algorithm, CompletesModels
 from lightning_lowrank.federated.protocols import inherits
 from lightning_lowrank.federated.settings import FederatedSettings
@@ -85,6 +86,7 @@ def check_optimizers(trainer: pl.Trainer, module: nn.Module) -> None:
                 " the batches of a round from one client to the next: set frequency=1, and make the schedule that much"
                 " longer."
             )
+    check_integer("accumulate_grad_batches", trainer.accumulate_grad_batches, least=1)
     trained = sum(value.requires_grad for value in module.parameters())
     # If configure_optimizers() returns None, Lightning uses an optimizer without parameters.
     if not trainer.optimizers or 0 < trained == len(in_no_optimizer(module, trainer.optimizers)):

@@ -110,6 +110,9 @@ def write_client_table(
     for folder in folders:
         folder.mkdir(parents=True, exist_ok=True)
         part = folder / f"{CLIENT_TABLES[stage]}.part"
-        with open(part, "w", newline="", encoding="utf-8") as file:
-            csv.writer(file).writerows([["client", "samples", *columns], *rows])
-        part.replace(folder / CLIENT_TABLES[stage])
+        try:
+            with open(part, "w", newline="", encoding="utf-8") as file:
+                csv.writer(file).writerows([["client", "samples", *columns], *rows])
+            part.replace(folder / CLIENT_TABLES[stage])
+        finally:
+            part.unlink(missing_ok=True)

@@ -169,21 +169,33 @@ def _full(folder: Path) -> int | None:
     return errno.ENOSPC if shutil.disk_usage(folder).free < _LEAST_FREE else None
 
 
+def of_full_disk(error: BaseException | None) -> OSError | None:
+    """The first error of a full disk among an error and its causes, else ``None``."""
+    while error is not None and not (isinstance(error, OSError) and error.errno in _FULL):
+        error = error.__cause__ or error.__context__
+    return error
+
+
 def name_full_disk(error: BaseException, trainer: Any) -> None:
     """Have an error of a full disk, such as that of a logger, name the run's folders on it and what helps.
 
     Lightning finalizes the loggers next. One that fails on the same disk does not take the error's place.
     """
-    if not isinstance(error, OSError) or error.errno not in _FULL:
+    found = of_full_disk(error)
+    # A checkpoint's error names its file.
+    if found is None or isinstance(error, MisconfigurationException):
         return
     loggers = {str(folder) for each in trainer.loggers if (folder := each.log_dir or each.save_dir)}
     checkpoints = {str(each.dirpath) for each in trainer.checkpoint_callbacks if getattr(each, "dirpath", None)}
     folders = sorted(loggers | checkpoints) or [str(trainer.default_root_dir)]
     full = [folder for folder in folders if _full(_existing(Path(folder)))] or folders
-    error.strerror = (
-        f"{os.strerror(error.errno)}: the run writes into {listed(full)}. Free space there, or give another folder by"
-        " Trainer(default_root_dir=...), the logger's save_dir or ModelCheckpoint(dirpath=...)"
+    found.strerror = (
+        f"{os.strerror(found.errno or errno.ENOSPC)}: the run writes into {listed(full)}. Free space there,"
+        " or give another folder by Trainer(default_root_dir=...), the logger's save_dir or ModelCheckpoint(dirpath=...)"
     )
+    if error is not found:
+        # Lightning's TensorBoardLogger says that a figure is of an unsupported type.
+        error.args = (str(found),)
     for logger in trainer.loggers:
         _finalize_without_space(logger)
 

@@ -342,6 +342,8 @@ class FederatedSettings(Configured):
             count = getattr(self, name)
             if count is not None or name in ("min_clients", "local_epochs"):
                 check_integer(name, count)
+        if self.seed is not None:
+            check_integer("seed", self.seed, least=None)
         check_number("client_dropout", self.client_dropout, least=0, below=1)
         if self.client_memory_limit is not None:
             check_number("client_memory_limit", self.client_memory_limit, least=0)

@@ -80,9 +80,10 @@ _NO_END = 2**31 - 1
 
 @dataclass
 class _Outcome:
-    """The outcome of a round's messages: the clients that answered, and failures by client."""
+    """The outcome of a round's messages: whose count, whose came, and failures by client."""
 
     arrivals: list[int] = field(default_factory=list)
+    answered: set[int] = field(default_factory=set)
     failures: dict[int, str] = field(default_factory=dict)
     passing: bool = False
 
@@ -389,7 +390,7 @@ class RemoteRounds(Callback):
                 outcome.arrivals.remove(client)
                 rank_zero_warn(f"round {plan.round} goes on without the site of client {client}: {late[client]}")
         self.coordinator.show_global(live)
-        steps = sum(self.members.batches[client] for client in outcome.arrivals)
+        steps = sum(self.members.batches[client] for client in outcome.answered)
         self._client_steps += steps
         count_steps(trainer, steps)
         self._figures = {
@@ -548,6 +549,7 @@ class RemoteRounds(Callback):
             self._sum(secure, expected, outcome)
             return
         refused = self._intake.accept(answers, expected, self.members.batches)
+        outcome.answered |= answers.keys()
         outcome.arrivals += [client for client in answers if client not in refused]
         self._refuse(outcome, refused)
 
@@ -631,6 +633,7 @@ class RemoteRounds(Callback):
             self._unconfirmed_resets.discard(client)
         if arrived:
             self._intake.accept_mean(arrived, with_changes(answer.mean, known, schema))
+        outcome.answered |= {*arrived}
         outcome.arrivals += arrived
 
     def _refuse(self, outcome: _Outcome, refused: Mapping[int, str]) -> None:

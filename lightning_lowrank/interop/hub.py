@@ -14,6 +14,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from lightning_lowrank.arguments import printable
 from lightning_lowrank.configuration import misconfigured
 from lightning_lowrank.extras import import_extra
 from lightning_lowrank.interop.files import replacing
@@ -213,4 +214,4 @@ def _over_layers(config: Mapping[str, Any], default: str, pattern: str) -> Any:
 def _cell(value: object) -> str:
     """A value escaped for a Markdown table cell, so that it contains no working tag or link."""
     text = " ".join((f"{value:g}" if isinstance(value, float) else str(value)).split())
-    return re.sub(r"([\\`|\[\]])", r"\\\1", html.escape(text, quote=False))
+    return re.sub(r"([\\`|\[\]])", r"\\\1", html.escape(printable(text), quote=False))

@@ -1,7 +1,9 @@
 """The table of runs whose numbers are known."""
 
+import errno
 import math
 import statistics
+from pathlib import Path
 
 import lightning.pytorch as pl
 import pytest
@@ -68,7 +70,7 @@ def test_clients_are_shown_worst_first(tmp_path):
     text = (tmp_path / "out" / "report.md").read_text().partition("## Clients")[2].partition("##")[0]
     shown = [line.split(" | ")[1] for line in text.splitlines() if line.startswith("| dense")]
     # A client without the figure comes first.
-    assert shown == ["odd\ufffd", *(f"1.{client}" for client in range(29, 10, -1))]
+    assert shown == ["odd\\\\x00", *(f"1.{client}" for client in range(29, 10, -1))]
     assert "0.7900 | 0.7100" in text
     page = (tmp_path / "out" / "report.html").read_text()
     assert "<h2>Clients</h2>" in page
@@ -160,6 +162,21 @@ def test_files_that_no_report_wrote_are_not_replaced(tmp_path, name):
     with pytest.raises(MisconfigurationException, match=rf"{name}.*{tmp_path / 'out'}"):
         make_report([tmp_path / "runs"], tmp_path / "out")
     assert [file.read_text() for file in (tmp_path / "out").iterdir()] == ["own"]
+
+
+def test_a_full_disk_leaves_the_earlier_report_whole(tmp_path, monkeypatch):
+    write_run(tmp_path / "run", rows_of([0.5], 1, 1))
+    make_report([tmp_path / "run"], tmp_path / "report")
+    before = {each.name: each.read_bytes() for each in (tmp_path / "report").iterdir()}
+
+    def write(self, *arguments):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(Path, "write_bytes", write)
+    monkeypatch.setattr(Path, "write_text", write)
+    with pytest.raises(MisconfigurationException, match=rf"{tmp_path}/report.*Free space"):
+        make_report([tmp_path / "run"], tmp_path / "report")
+    assert {each.name: each.read_bytes() for each in (tmp_path / "report").iterdir()} == before
 
 
 def test_wall_time_is_that_of_whole_fits(tmp_path):

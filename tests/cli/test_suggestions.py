@@ -1,6 +1,7 @@
 """Names that a recipe misspells are told with the most similar ones."""
 
 import pytest
+from lightning.pytorch import Trainer
 
 from lightning_lowrank import FederatedLoop, LowRank
 from lightning_lowrank.cli.parser import RecipeParser
@@ -52,6 +53,7 @@ def said():
     parser = RecipeParser()
     parser.add_argument("--lowrank", type=LowRank | None)
     parser.add_argument("--federated", type=FederatedLoop | None)
+    parser.add_lightning_class_args(Trainer, "trainer")
 
     def refuse(status=0, message=None):
         raise _Refused(message)
@@ -97,6 +99,11 @@ def said():
         ("lowrank.factorization", "kronecker", ["did you mean 'BlockKronecker'"]),
         ("lowrank.skip", "last", ["[last]"]),
         ("lowrank.rank", "eight", ["an integer, a dictionary or null"]),
+        ("trainer.precision", "13", ["'32'", "'bf16-mixed'"]),
+        ("trainer.precision", "bf16-mix", ["did you mean 'bf16-mixed'"]),
+        ("trainer.logger", "tensorboard", ["CSVLogger", "did you mean 'TensorBoardLogger'"]),
+        ("trainer.max_epochs", "ten", ["an integer or null"]),
+        ("federated.algorithm", "CSVLogger", ["trainer.logger"]),
     ],
 )
 def test_a_wrong_value_is_told_what_the_argument_may_be(said, option, value, meant):

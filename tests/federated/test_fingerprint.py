@@ -421,6 +421,7 @@ OUTSIDE: dict[str, tuple[str, dict[str, Any]]] = {
     "other labels": ("data.content", {"data": Data(TensorDataset(blobs().tensors[0], 3 - blobs().tensors[1]))}),
     "another size": ("data.samples", {"data": Data(blobs(90))}),
     "limit_train_batches": ("data.limit_train_batches", {"limit_train_batches": 2}),
+    "overfit_batches": ("trainer.overfit_batches", {"overfit_batches": 2}),
     "accumulate_grad_batches": ("trainer.accumulate_grad_batches", {"accumulate_grad_batches": 2}),
     "clipping": ("trainer.gradient_clip_val", {"gradient_clip_val": 0.1}),
     "clipping algorithm": (

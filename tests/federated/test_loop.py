@@ -672,6 +672,7 @@ def test_refuses_no_loader(tmp_path):
         ({"clients": 4, "clients_per_round": 0}, "clients_per_round"),
         ({"clients": 4, "local_epochs": 0}, "local_epochs"),
         ({"clients": 4, "local_epochs": 2, "local_steps": 3}, "local_steps=3"),
+        ({"clients": 4, "seed": "first"}, "seed must be .*'first'"),
         ({"clients": 4, "weighting": "size"}, "weighting"),
         ({"clients": 4, "buffers": "keep"}, "buffers"),
         ({"clients": 4, "optimizer_state": "average"}, "optimizer_state"),

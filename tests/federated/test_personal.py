@@ -160,7 +160,7 @@ def test_on_its_own_test_samples(tmp_path, algorithm):
 
 
 def test_the_table_of_clients_holds_no_formula(tmp_path):
-    names = ["=1+1", "＝1+1", "-3", "\x1b[31mred", "two\nlines"]
+    names = ["=1+1", "'=1+1", "'ada", "＝1+1", "-3", "\x1b[31mred", "two\nlines"]
     parts = {name: list(range(place * 4, place * 4 + 4)) for place, name in enumerate(names)}
     loop = FederatedLoop(
         FedAvg(), partition=FromIndices({"train": parts, "test": parts}), personal_test="by_client", summary=False
@@ -168,9 +168,9 @@ def test_the_table_of_clients_holds_no_formula(tmp_path):
     fit(trainer(tmp_path, loop, max_epochs=1, logger=CSVLogger(tmp_path, name="", version="")), Module(), Data())
     with open(tmp_path / "clients.csv", newline="", encoding="utf-8") as file:
         written = {row["client"] for row in csv.DictReader(file)}
-    assert written == {"'=1+1", "'＝1+1", "-3", "\\x1b[31mred", "two lines"}
+    assert written == {"'=1+1", "''=1+1", "'ada", "'＝1+1", "-3", "\\x1b[31mred", "two lines"}
     (run,) = find_runs([tmp_path])
-    assert {row["client"] for row in run.clients} >= {"=1+1", "＝1+1", "-3"}
+    assert {row["client"] for row in run.clients} >= {"=1+1", "'=1+1", "'ada", "＝1+1", "-3"}
 
 
 def test_a_drawn_part_of_the_clients_is_judged(tmp_path):

@@ -13,13 +13,14 @@ import lightning.pytorch as pl
 import pytest
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
-from lightning.pytorch.loggers import CSVLogger
+from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
 from lightning.pytorch.plugins.io import TorchCheckpointIO
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
 from lightning_lowrank import FedAvg, FederatedLoop, WholeCheckpoints
 from lightning_lowrank.cli import main
 from lightning_lowrank.federated import safe_files
+from lightning_lowrank.run_metadata import read_metadata, write_metadata
 from tests.helpers import Data, Module, fit, trainer
 
 
@@ -201,6 +202,32 @@ def test_a_full_disk_under_a_logger_is_named_once(tmp_path, monkeypatch, call):
     assert error.value.__context__ is None
     assert "finalize" not in vars(logger)
     assert len(writes) > call + 1
+
+
+def test_a_full_disk_under_tensorboard_is_named_as_such(tmp_path, monkeypatch):
+    """Lightning's logger takes the error for one of an unsupported type."""
+    writer = pytest.importorskip("torch.utils.tensorboard").SummaryWriter
+
+    def add_scalar(self, *arguments):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(writer, "add_scalar", add_scalar)
+    with pytest.raises(ValueError, match=rf"No space left.*{tmp_path}/runs/.*default_root_dir") as error:
+        make_run(tmp_path, logger=TensorBoardLogger(tmp_path / "runs"))
+    assert "supported" not in str(error.value)
+
+
+def test_metadata_that_cannot_be_written_leaves_no_part(tmp_path, monkeypatch):
+    write_metadata(tmp_path, {"seconds": 1.0})
+    monkeypatch.setattr(Path, "replace", fail_to_replace)
+    with pytest.raises(OSError, match="No space"):
+        write_metadata(tmp_path, {"seconds": 2.0})
+    assert [each.name for each in tmp_path.iterdir()] == ["run_metadata.json"]
+    assert read_metadata(tmp_path) == {"seconds": [1.0]}
+
+
+def fail_to_replace(self, target):
+    raise OSError(errno.ENOSPC, "No space left on device")
 
 
 def test_another_error_of_a_logger_is_as_it_was(tmp_path, monkeypatch):

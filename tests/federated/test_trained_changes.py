@@ -186,6 +186,12 @@ def test_a_module_without_an_optimizer_is_refused(tmp_path, automatic, returned)
         fit(trainer(tmp_path, loop()), module, Data())
 
 
+@pytest.mark.parametrize("given", [0, None, 1.5])
+def test_batches_cannot_be_accumulated_in_groups_of_no_count(tmp_path, given):
+    with pytest.raises(MisconfigurationException, match=f"accumulate_grad_batches must be .*{given}"):
+        fit(trainer(tmp_path, loop(), accumulate_grad_batches=given), Module(), Data())
+
+
 def test_what_is_thawed_within_a_round_is_refused(tmp_path):
     class Late(Module):
         def training_step(self, batch, batch_idx):

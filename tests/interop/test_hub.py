@@ -167,8 +167,10 @@ def test_a_card_of_somebody_else_stays(tmp_path, hub, change):
 
 def test_the_card_has_neither_tags_nor_links_of_strangers():
     evil = "<script>alert(1)</script> [here](javascript:alert(2)) <javascript:alert(3)> `a|b` a\\|b & ![x](data:,)"
+    evil = f"\x1b[31m\u202e{evil}"
     config = {"base_model_name_or_path": evil, "target_modules": [evil], "peft_type": evil, "r": evil}
     card = model_card(f"me/{evil}", config, {evil: evil, "link": "javascript:alert(4)"})
+    assert all(letter.isprintable() or letter == "\n" for letter in card)
     about, body = card.split("---\n", 2)[1:]
     assert "base_model" not in yaml.safe_load(about)
     for line in body.splitlines():

@@ -25,6 +25,7 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 from lightning_lowrank.arguments import Configured
+from lightning_lowrank.configuration import check_number
 from lightning_lowrank.federated.data.columns import (
     Column,
     call_on,
@@ -284,8 +285,7 @@ class Dirichlet(_ByGroup):
         groups: Callable[[Any], Any] | None = None,
     ) -> None:
         super().__init__(groups)
-        if not (math.isfinite(alpha) and alpha > 0):
-            raise MisconfigurationException(f"alpha must be a finite number above 0, got {alpha}.")
+        check_number("alpha", alpha, above=0)
         self.alpha = float(alpha)
         self.min_samples = _check_count("min_samples", min_samples, 0)
         self.capped = capped

@@ -241,7 +241,7 @@ def test_min_samples_beyond_the_training_set_is_refused_at_once(monkeypatch):
 @pytest.mark.parametrize(
     ("kind", "given", "message"),
     [
-        *((Dirichlet, [alpha], f"finite number above 0, got {alpha}") for alpha in (0, -0.3, math.nan, math.inf)),
+        *((Dirichlet, [alpha], f"alpha must be .*{alpha!r}") for alpha in (0, -0.3, math.nan, math.inf, "0.1")),
         *((Dirichlet, [0.3, least], r"min_samples.*0") for least in (-1, 2.5, True)),
         *((LabelCount, [count], r"labels_per_client.*1") for count in (0, -1, 1.5)),
         (ByKey, [3], "key must be a name or a function of the dataset, got 3"),
