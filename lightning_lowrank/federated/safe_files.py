@@ -191,7 +191,7 @@ def name_full_disk(error: BaseException, trainer: Any) -> None:
     full = [folder for folder in folders if _full(_existing(Path(folder)))] or folders
     found.strerror = (
         f"{os.strerror(found.errno or errno.ENOSPC)}: the run writes into {listed(full)}. Free space there,"
-        " or give another folder by Trainer(default_root_dir=...), the logger's save_dir or ModelCheckpoint(dirpath=...)"
+        " or give another one by Trainer(default_root_dir=...), the logger's save_dir or ModelCheckpoint(dirpath=...)"
     )
     if error is not found:
         # Lightning's TensorBoardLogger says that a figure is of an unsupported type.
