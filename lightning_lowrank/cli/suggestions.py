@@ -116,6 +116,11 @@ def with_suggestions(message: str) -> str:
     described = _described(message) or _placed_elsewhere(message)
     if described:
         return described
+    word = re.fullmatch(r"unrecognized arguments: ([^-]\S*)", message)
+    if word:
+        return f"{message}: a recipe is given by --config {word[1]}"
+    if message.startswith("Unexpected config:"):
+        return f"a file of --config must hold sections, such as model and trainer: {message}"
     for pattern, look_up in _KINDS.items():
         message = re.sub(pattern, partial(suggested, look_up=look_up), message)
     absent = re.search(r"No module named '(\w+)'", message)

@@ -135,6 +135,15 @@ def test_an_unknown_argument_is_told_where_it_belongs(said, option, meant):
     assert meant in message
 
 
+@pytest.mark.parametrize(
+    ("message", "meant"),
+    [("unrecognized arguments: quickstart", "--config quickstart"), ("Unexpected config: - 1", "sections")],
+)
+def test_what_is_no_configuration_is_told_how_one_is_given(message, meant):
+    assert message in with_suggestions(message)
+    assert meant in with_suggestions(message)
+
+
 def test_an_import_that_fails_keeps_its_cause(said):
     assert "No module named 'nowhere'" in said("--federated.partition", "nowhere.Mine")
     assert "No module named 'nowhere'" in said("--federated.availability", "nowhere.mine")
