@@ -169,7 +169,7 @@ def model_card(name: str, config: Mapping[str, Any], figures: Mapping[str, str |
     about = ModelCardData(
         base_model=base if named else None,
         library_name="peft",
-        tags=["lightning_lowrank", "federated-learning", str(config.get("peft_type", "lora")).lower()],
+        tags=["lightning_lowrank", "federated-learning", printable(str(config.get("peft_type", "lora"))).lower()],
     )
     targets = config.get("target_modules")
     rows: dict[str, Any] = {
