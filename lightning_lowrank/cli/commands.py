@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import difflib
+import os
 import sys
 from collections.abc import Callable
 from importlib import import_module
@@ -335,8 +336,12 @@ def _recipes(parser: argparse.ArgumentParser, words: list[str]) -> None:
     found = listing(options.beginning)
     width = max(len(name) for name, _ in found)
     # Recipes that run alone come first.
-    for name, summary in sorted(found, key=lambda each: each[1].startswith("Overlay")):
-        print(f"{name:{width}}  {summary}".rstrip())
+    found.sort(key=lambda each: each[1].startswith("Overlay"))
+    try:
+        print("\n".join(f"{name:{width}}  {summary}".rstrip() for name, summary in found), flush=True)
+    except BrokenPipeError:
+        # As by `| head`. Python flushes the stream once more when it ends.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 _WITHOUT_MODEL: dict[str, tuple[Callable[[argparse.ArgumentParser, list[str]], None], str]] = {

@@ -56,7 +56,7 @@ def inspect_run(
 
         - ``parameters``: numbers of the ``dense`` module, of the ``model`` as it is stored after the conversion (frozen
           weights included), and ``trainable``.
-        - ``layers``: for each linear layer, convolution and embedding ``name``, ``kind``, ``shape``, ``rank`` (None if
+        - ``layers``: for each linear layer, convolution, embedding and weight of an attention or recurrent layer ``name``, ``kind``, ``shape``, ``rank`` (None if
           not converted), ``parameters`` (of the dense weight), ``trainable`` (of the layer, without the bias), ``macs``
           and ``left_alone`` (why `LowRank` did not convert it, or None). MACs are the multiply-adds of one sample's
           forward pass through the layer, as a low-rank layer computes it without gradients. Composing its weight, once
@@ -105,9 +105,11 @@ def inspect_run(
                     "left_alone": found.reason if found and not found.converted else None,
                 }
             )
-        elif isinstance(layer, RECURRENT):
+        elif isinstance(layer, (*RECURRENT, nn.MultiheadAttention)):
             for part, weight in layer.named_parameters(prefix=name, recurse=False):
-                if weight.ndim > 1:
+                # The biases of keys and values have three dimensions.
+                if weight.ndim == 2:
+                    part = part if isinstance(layer, RECURRENT) else part.removesuffix("_weight")
                     layers.append(
                         {
                             "name": part,

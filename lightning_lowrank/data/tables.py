@@ -132,6 +132,8 @@ def read_text(path: Path) -> str:
     """The text of a file in UTF-8, without a byte order mark."""
     try:
         return path.read_text(encoding="utf-8-sig")
+    except FileNotFoundError:
+        raise MisconfigurationException(f"there is no file {path} (in {Path.cwd()})") from None
     except UnicodeDecodeError as error:
         raise MisconfigurationException(f"{path} is not UTF-8: {error}") from error
 

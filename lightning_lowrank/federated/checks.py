@@ -536,7 +536,11 @@ def notes(module: pl.LightningModule, buffers: BufferPolicy, schedulers: Sequenc
             " validation and test evaluate the model without its adapters."
         )
     if schedulers and not module.automatic_optimization:
-        found.append("manual optimization: every learning rate scheduler is wound back at each client's start.")
+        found.append(
+            "manual optimization: every client begins with the learning rate schedulers as they were at the round's"
+            " start, and the next round begins with those of the client with the most steps. Steps of schedulers"
+            " between rounds, as in on_train_epoch_end, are kept."
+        )
     return found
 
 

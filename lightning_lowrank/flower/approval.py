@@ -323,7 +323,8 @@ def sentences(content: Mapping[str, Any]) -> list[str]:
     ]
     code = sorted({name for path, value in places for name in _code_of(path, value)})
     lines = [
-        f"Data: {_as_call(content.get('data'))}, divided by {_as_call(federated.get('partition'))}.",
+        f"Data: {_as_call(content.get('data'))}, divided by"
+        f" {_as_call(federated.get('partition') or {'class_path': 'IID'})}.",
         f"Model: {_as_call(content.get('model'))}.",
         f"Low rank: {_as_call(content.get('lowrank'))}.",
         f"Method: {_as_call(federated.get('algorithm'))}; {federated.get('clients') or 'any number of'} clients, of"
@@ -338,7 +339,7 @@ def sentences(content: Mapping[str, Any]) -> list[str]:
         f" {_as_call(private[0]) if private else 'no count of what rounds cost the samples'}.",
         f"This site fills in: {', '.join(left) or 'nothing'}.",
     ]
-    named = ["Code that may be imported and run:", *(f"  {each}" for each in code)]
+    named = ["Code that may be imported and run, and texts of the same form, such as names of files:", *(f"  {each}" for each in code)]
     # A long sentence may be cut, but never a name that could be imported.
     return [*(escaped(each, 2000) for each in lines), *(escaped(each, 10 * len(each) + 10) for each in named)]
 

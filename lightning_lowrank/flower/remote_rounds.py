@@ -416,9 +416,16 @@ class RemoteRounds(Callback):
     def _meet_all(self) -> None:
         """Wait until the site of every client has joined."""
         deadline = time.monotonic() + self.start_timeout
-        members = self.members
+        members, said = self.members, None
         while not members.complete():
             self._new_resets |= self._admission.admit_all()
+            joined = sorted(members.connected)
+            if not members.complete() and joined != said:
+                rank_zero_info(
+                    f"waiting for the sites of all clients, at most {self.start_timeout:g} s in all (start-timeout);"
+                    f" joined so far: {first_ten(joined)}"
+                )
+                said = joined
             if not members.complete() and time.monotonic() > deadline:
                 break
             time.sleep(self.poll)

@@ -491,3 +491,29 @@ def test_recurrent_layers_are_listed(low_rank):
     said = io.StringIO()
     render(figures, Console(file=said, width=120))
     assert ("rnn.weight_ih_l0 stays dense: weights of recurrent" in said.getvalue()) == bool(low_rank)
+
+
+class Attention(Module):
+    def __init__(self):
+        super().__init__(nn.Linear(8, 4))
+        self.attention = nn.MultiheadAttention(8, 2, kdim=6, vdim=8, add_bias_kv=True)
+        self.joint = nn.MultiheadAttention(8, 2)
+
+
+def test_projections_of_attention_are_listed():
+    shapes = {"q_proj": [8, 8], "k_proj": [8, 6], "v_proj": [8, 8], "out_proj": [8, 8]}
+    shapes = {f"attention.{name}": shape for name, shape in shapes.items()}
+    shapes |= {"joint.in_proj": [24, 8], "joint.out_proj": [8, 8], "net": [4, 8]}
+    dense, converted, excluded = (
+        {layer["name"]: layer for layer in inspect_run(Attention(), lowrank, None)["layers"]}
+        for lowrank in (
+            None,
+            LowRank(MatrixProduct(), rank=1, summary=False),
+            LowRank(MatrixProduct(), rank=1, summary=False, exclude=["*.in_proj"]),
+        )
+    )
+    for found in (dense, converted, excluded):
+        assert {name: layer["shape"] for name, layer in found.items()} == shapes
+    assert excluded["joint.in_proj"]["left_alone"] == "in exclude"
+    assert dense["joint.in_proj"]["trainable"] == 24 * 8
+    assert converted["joint.in_proj"]["trainable"] == 24 + 8

@@ -77,6 +77,15 @@ def test_all_are_listed(capsys):
         main(["recipes", "nothing"])
 
 
+def test_a_reader_that_closes_the_pipe_is_no_error():
+    code = "from lightning_lowrank.cli import main; main(['recipes'])"
+    reader, writer = os.pipe()
+    os.close(reader)
+    done = subprocess.run([sys.executable, "-c", code], stdout=writer, stderr=subprocess.PIPE, text=True)
+    os.close(writer)
+    assert (done.returncode, done.stderr) == (0, "")
+
+
 def test_a_package_without_recipes_says_so(monkeypatch, tmp_path):
     monkeypatch.setattr(recipes, "_PLACES", (tmp_path,))
     with pytest.raises(MisconfigurationException, match="this installation has no recipes"):

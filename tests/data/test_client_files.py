@@ -1,6 +1,7 @@
 """Each client's samples are its own, whatever files they come from."""
 
 import json
+import re
 from pathlib import Path
 
 import numpy as np
@@ -153,6 +154,7 @@ class Stream(IterableDataset):
         (lambda folder: ClientDatasets({"a": ([1.0], [1])}, {"a": ([], [])}), "'test'"),
         (lambda folder: ClientFiles(str(folder / "none")), "root=.*none"),
         (lambda folder: ClientFiles(str(folder)), "holds no file"),
+        (lambda folder: ClientTable("none.csv"), f"none.csv.*{re.escape(str(Path.cwd()))}"),
         (lambda folder: LEAF(str(folder)), "root="),
         (lambda folder: FederatedHDF5(str(folder / "none.h5")), "train=.*none.h5"),
     ],

@@ -179,6 +179,7 @@ def test_resolve_leaves_to_sites_what_is_theirs(tmp_path):
     said = "\n".join(sentences(content))
     for part in ("MNIST(root=this site's root", "FedAvg", "3 clients", "2 rounds", "torch.optim.SGD", "no noise"):
         assert part in said
+    assert "divided by IID()" in sentences({"federated": {"partition": None}})[0]
     with pytest.raises(MisconfigurationException, match="root"):
         filled(content, {})
     assert filled(content, {}, str(tmp_path))["data"]["init_args"]["root"] == str(tmp_path)

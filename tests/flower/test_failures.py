@@ -1,5 +1,6 @@
 """Sites that send nonsense, fail, or are not what they should be; recipes that cannot run across sites."""
 
+import logging
 import random
 import re
 import sys
@@ -193,10 +194,16 @@ def test_a_site_whose_update_is_not_finite_is_left_out(tmp_path, monkeypatch, se
 
 
 @pytest.mark.slow
-def test_missing_sites_are_named(tmp_path, monkeypatch):
+def test_missing_sites_are_named(tmp_path, monkeypatch, caplog):
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(MisconfigurationException, match=r"has 3 clients, and after 0.1 s .* missing are \[2\]"):
+    with (
+        caplog.at_level(logging.INFO),
+        pytest.raises(MisconfigurationException, match=r"has 3 clients, and after 0.1 s .* missing are \[2\]"),
+    ):
         run_on_sites(fast(tmp_path), tmp_path, clients=2, start_timeout=0.1, min_sites=3)
+    waiting = [record.getMessage() for record in caplog.records if "start-timeout" in record.getMessage()]
+    assert "0.1 s" in waiting[-1]
+    assert "[0, 1]" in waiting[-1]
 
 
 @pytest.mark.slow
