@@ -56,12 +56,13 @@ def inspect_run(
 
         - ``parameters``: numbers of the ``dense`` module, of the ``model`` as it is stored after the conversion (frozen
           weights included), and ``trainable``.
-        - ``layers``: for each linear layer, convolution, embedding and weight of an attention or recurrent layer ``name``, ``kind``, ``shape``, ``rank`` (None if
-          not converted), ``parameters`` (of the dense weight), ``trainable`` (of the layer, without the bias), ``macs``
-          and ``left_alone`` (why `LowRank` did not convert it, or None). MACs are the multiply-adds of one sample's
-          forward pass through the layer, as a low-rank layer computes it without gradients. Composing its weight, once
-          a batch, is not included. They are counted on the module's ``example_input_array``. Without one, a linear
-          layer counts a single position, and other layers have None. A layer that the example does not reach has None.
+        - ``layers``: for each linear layer, convolution, embedding, and weight of an attention or recurrent layer
+          ``name``, ``kind``, ``shape``, ``rank`` (None if not converted), ``parameters`` (of the dense weight),
+          ``trainable`` (of the layer, without the bias), ``macs`` and ``left_alone`` (why `LowRank` did not convert it,
+          or None). MACs are the multiply-adds of one sample's forward pass through the layer, as a low-rank layer
+          computes it without gradients. Composing its weight, once a batch, is not included. They are counted on the
+          module's ``example_input_array``. Without one, a linear layer counts a single position, and other layers have
+          None. A layer that the example does not reach has None.
         - ``traffic``: ``up`` and ``down`` for client 0 in the first round. Each has ``numbers``, the sum of
           ``parameters`` and ``buffers``, and ``bytes`` of the encoding. A client of smaller size or rank has less.
           Later rounds may have more or less: a seed, changes of frozen weights that the server announces, other

@@ -339,7 +339,8 @@ def sentences(content: Mapping[str, Any]) -> list[str]:
         f" {_as_call(private[0]) if private else 'no count of what rounds cost the samples'}.",
         f"This site fills in: {', '.join(left) or 'nothing'}.",
     ]
-    named = ["Code that may be imported and run, and texts of the same form, such as names of files:", *(f"  {each}" for each in code)]
+    title = "Code that may be imported and run, and texts of the same form, such as names of files:"
+    named = [title, *(f"  {each}" for each in code)]
     # A long sentence may be cut, but never a name that could be imported.
     return [*(escaped(each, 2000) for each in lines), *(escaped(each, 10 * len(each) + 10) for each in named)]
 

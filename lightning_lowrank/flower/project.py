@@ -51,7 +51,7 @@ secure-range = 8.0         # with it, the largest number of a site's change
 rounds = 0                 # number of rounds; 0: the recipe's trainer.max_epochs
 cohort = 0                 # number of clients that a round draws; 0: the recipe's federated.clients_per_round
 seed = -1                  # seed_everything; -1: the recipe's
-validate = true            # judge the global model on the server's own validation data, if the recipe has any
+validate = true            # judge the global model on the server's own validation data; false: the server reads no data
 """
 
 _APP = '''\
