@@ -158,8 +158,9 @@ class Channel:
             if known is not None:
                 wide = wide - known.detach().to(wide)
             if feedback:
-                wanted[name] = wide + lost.to(wide) if lost is not None and lost.shape == wide.shape else wide
-                wide = wanted[name]
+                if lost is not None and lost.shape == wide.shape:
+                    wide = wide + lost.to(wide) if known is None else wide.add_(lost.to(wide))
+                wanted[name] = wide
             sent[name] = wide.to(tensor.dtype)
         arrived, kept = codec.transmit_and_keep(sent) if sent else ({}, memory or {})
         received = {name: _added(tensor, references.get(name)) for name, tensor in arrived.items()}
@@ -247,6 +248,8 @@ def _differing(tensors: Mapping[str, Tensor], reference: Mapping[str, Tensor], e
 
 
 def _wide(tensor: Tensor) -> Tensor:
+    if tensor.dtype in (torch.float32, torch.float64):
+        return tensor
     return tensor.to(torch.promote_types(tensor.dtype, torch.float32))
 
 

@@ -40,6 +40,8 @@ class Broadcasts:
         self._for_all: Packet | None = None
         self._kept: dict[int, Packet] = {}
         self._copies: dict[str, tuple[Tensor, int, Tensor]] = {}
+        self._shifts: dict[str, tuple[tuple[tuple[Tensor, int], ...], Tensor]] = {}
+        """The exact values and those of a broadcast with their versions, and their difference, by name."""
         if wire.splits:
             server.transmit = self._announce
 
@@ -58,7 +60,7 @@ class Broadcasts:
 
     def end_round(self) -> None:
         """Drop the round's packets."""
-        self._for_all, self._kept, self._copies = None, {}, {}
+        self._for_all, self._kept, self._copies, self._shifts = None, {}, {}, {}
 
     @property
     def any_client(self) -> ClientInfo:
@@ -116,7 +118,7 @@ class Broadcasts:
 
     def copies(self, received: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Copies of a received broadcast, the same tensors for all clients while the values are the same."""
-        if self._wire.downlink.codecs:
+        if self._wire.downlink.codecs and not self._wire.shares_copy:
             return detached(received)
         for name, value in received.items():
             before = self._copies.get(name)
@@ -131,7 +133,16 @@ class Broadcasts:
         if not self.rebases:
             return tensors
         own, received = self.exact_origin_of(client), self.origin(self.packet(client).received)
-        return self._wire.rebased(self._server.base, tensors, received, own)
+
+        def shift(name: str) -> Tensor:
+            ends = own[name], received[name]
+            before = self._shifts.get(name)
+            if before is None or not all(is_unchanged(*known, end) for known, end in zip(before[0], ends, strict=True)):
+                before = tuple((end, version_of(end)) for end in ends), ends[0] - ends[1]
+                self._shifts[name] = before
+            return before[1]
+
+        return self._wire.rebased(self._server.base, tensors, own, shift)
 
     def origin(self, received: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
         """The reference values, by name, for the change in a client's answer, if it ``received`` this broadcast."""

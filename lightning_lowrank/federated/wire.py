@@ -6,7 +6,7 @@ Both sides of a real federation build the same `Wire` from the recipe. In a simu
 from __future__ import annotations
 
 import struct
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -218,11 +218,14 @@ class Wire:
         return replace(packet, received=base.state[_COPY], length=base.state.get(_BYTES))
 
     def rebased(
-        self, base: Base, tensors: Mapping[str, Tensor], received: Mapping[str, Tensor], own: Mapping[str, Tensor]
+        self, base: Base, tensors: Mapping[str, Tensor], own: Mapping[str, Tensor], shift: Callable[[str], Tensor]
     ) -> Mapping[str, Tensor]:
-        """Convert a message of changes relative to ``received`` to changes of the server's exact values, ``own``."""
+        """Convert a message of changes of the broadcast to changes of the server's exact values, ``own``.
+
+        ``shift`` returns the exact value minus the broadcast's, by name.
+        """
         shifted = {
-            name: value + (own[name] - received[name])
+            name: value + shift(name)
             for name, value in tensors.items()
             if name in own
             and name not in self._exact(base)
