@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from numbers import Integral
 from typing import Any, Generic, TypeVar
 
@@ -96,6 +96,18 @@ class Codec(Configured, ABC):
     def transmit_and_keep(self, tensors: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], Memory]:
         """The result of `transmit`, and the memory to pass to `started` for the sender's next message."""
         return self.transmit(tensors), {}
+
+    @classmethod
+    def transmit_together(
+        cls, senders: Sequence[Self], messages: Sequence[Mapping[str, Tensor]]
+    ) -> list[tuple[dict[str, Tensor], Memory]]:
+        """The results of `transmit_and_keep` for several senders' messages, each equal to its own to rounding.
+
+        Args:
+            senders: The codec of each sender, `seeded` and `started`. They have the same arguments otherwise.
+            messages: The tensors of each sender.
+        """
+        return [sender.transmit_and_keep(tensors) for sender, tensors in zip(senders, messages, strict=True)]
 
     def started(self, memory: Memory) -> Self:
         """A copy for the sender's next message, which continues from ``memory``; the codec itself if it has no memory.

@@ -51,6 +51,27 @@ class Packet:
         return self.codec.encode(self.tensors) if self.tensors else b""
 
 
+@dataclass(frozen=True)
+class Outgoing:
+    """A message, and what its sender keeps for it.
+
+    Args:
+        tensors: The message.
+        seed: Seed of the channel's codecs; use a different one for each message.
+        reference: Tensors that sender and receiver both have. A floating-point tensor of the same name and shape is
+            sent as its difference to it, computed in the tensor's type, but at least in float32. Default: nothing.
+        residual: The residual of the sender's last message; ``None`` before the first. A tensor whose shape has
+            changed since then starts at zero. Tensors that this message does not have stay in the residual.
+        memory: The memory of the sender's last packet; ``None`` before the first.
+    """
+
+    tensors: Mapping[str, Tensor]
+    seed: int
+    reference: Mapping[str, Tensor] | None = None
+    residual: Mapping[str, Tensor] | None = None
+    memory: Memory | None = None
+
+
 class Channel:
     r"""The codecs of all messages in one direction, with differences to a reference and error feedback.
 
@@ -120,15 +141,13 @@ class Channel:
         """Compress a message; the packet has its encoding, the decoded tensors and the new residual.
 
         Args:
-            tensors: The message.
-            reference: Tensors that sender and receiver both have. A floating-point tensor of the same name and shape is
-                sent as its difference to it, computed in the tensor's type, but at least in float32. Default: nothing.
+            tensors: As in `Outgoing`.
+            reference: As in `Outgoing`.
             exact: Names of tensors that the channel's codecs leave alone. Tensors that are not of floating-point
                 numbers are left alone anyway. Default: none.
-            seed: Seed of the channel's codecs; use a different one for each message.
-            residual: The residual of the sender's last message; ``None`` before the first. A tensor whose shape has
-                changed since then starts at zero. Tensors that this message does not have stay in the residual.
-            memory: The memory of the sender's last packet; ``None`` before the first.
+            seed: As in `Outgoing`.
+            residual: As in `Outgoing`.
+            memory: As in `Outgoing`.
             message_codec: The message's own codec. It is applied first, unchanged, then the channel's codecs to the
                 values that it leaves; no differences are taken. Default: none.
 
@@ -141,16 +160,49 @@ class Channel:
                 f"the message has its own codec, {type(message_codec).__name__}, which error feedback cannot be"
                 f" combined with; construct the channel's {type(self.codecs[0]).__name__} without error_feedback=True."
             )
-        codec = self._codec_for(exact, message_codec, seed)
         if self._codec is None or message_codec is not None:
+            codec = self._codec_for(exact, message_codec, seed)
             return Packet(tensors, codec, codec.transmit(tensors) if tensors else {}, {})
-        if memory:
-            codec = codec.started(memory)
-        sent = {name: tensor.detach() for name, tensor in tensors.items()}
-        references = {name: reference[name] for name in _differing(sent, reference or {}, exact)} if reference else {}
+        return self.send_together([Outgoing(tensors, seed, reference, residual, memory)], exact=exact)[0]
+
+    @torch.no_grad()
+    def send_together(self, messages: Sequence[Outgoing], *, exact: Collection[str] = ()) -> list[Packet]:
+        """The packets of several senders' messages, each equal to that of `send` to rounding.
+
+        Args:
+            messages: The messages. The channel has codecs, and the messages have none of their own.
+            exact: As in `send`, for all of them.
+        """
+        senders = [self._codec_for(exact, None, message.seed).started(message.memory or {}) for message in messages]
+        changes = [self._change(message, exact) for message in messages]
+        if all(message.tensors for message in messages):
+            found = type(senders[0]).transmit_together(senders, [sent for sent, *_ in changes])
+        elif len(messages) == 1:
+            found = [({}, messages[0].memory or {})]
+        else:
+            return [self.send_together([message], exact=exact)[0] for message in messages]
+        packets = []
+        for message, sender, change, (arrived, kept) in zip(messages, senders, changes, found, strict=True):
+            sent, references, wanted = change
+            lost = {
+                name: (wide - arrived[name].to(wide)).nan_to_num_(nan=0.0, posinf=0.0, neginf=0.0)
+                for name, wide in wanted.items()
+            }
+            residual = {**(message.residual or {}), **lost} if self.error_feedback else {}
+            received = {name: _added(tensor, references.get(name)) for name, tensor in arrived.items()}
+            packets.append(Packet(sent, sender, received, residual, kept))
+        return packets
+
+    def _change(
+        self, message: Outgoing, exact: Collection[str]
+    ) -> tuple[dict[str, Tensor], dict[str, Tensor], dict[str, Tensor]]:
+        """The tensors to encode, the references of differences, and the tensors that error feedback wants to arrive."""
+        sent = {name: tensor.detach() for name, tensor in message.tensors.items()}
+        known_to_both, residual = message.reference or {}, message.residual or {}
+        references = {name: known_to_both[name] for name in _differing(sent, known_to_both, exact)}
         wanted: dict[str, Tensor] = {}
         for name, tensor in sent.items():
-            known, lost = references.get(name), (residual or {}).get(name)
+            known, lost = references.get(name), residual.get(name)
             feedback = self.error_feedback and tensor.dtype in FLOATING and name not in exact
             if known is None and not feedback:
                 continue
@@ -162,15 +214,7 @@ class Channel:
                     wide = wide + lost.to(wide) if known is None else wide.add_(lost.to(wide))
                 wanted[name] = wide
             sent[name] = wide.to(tensor.dtype)
-        arrived, kept = codec.transmit_and_keep(sent) if sent else ({}, memory or {})
-        received = {name: _added(tensor, references.get(name)) for name, tensor in arrived.items()}
-        if not self.error_feedback:
-            return Packet(sent, codec, received, {}, kept)
-        lost_now = {
-            name: (wide - arrived[name].to(wide)).nan_to_num_(nan=0.0, posinf=0.0, neginf=0.0)
-            for name, wide in wanted.items()
-        }
-        return Packet(sent, codec, received, {**(residual or {}), **lost_now}, kept)
+        return sent, references, wanted
 
     @torch.no_grad()
     def receive(

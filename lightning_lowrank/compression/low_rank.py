@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
 import torch
 from torch import Tensor
-from typing_extensions import Self
+from typing_extensions import Self, override
 
 from lightning_lowrank import seeding
 from lightning_lowrank.arguments import check_choice, check_integer, check_number
@@ -175,6 +175,31 @@ class LowRankCodec(RandomCodec[Factors]):
             restored[name] = _PRODUCT.as_weight(matrix, shape).to(dtype)
         return restored
 
+    @override
+    @classmethod
+    def transmit_together(
+        cls, senders: Sequence[Self], messages: Sequence[Mapping[str, Tensor]]
+    ) -> list[tuple[dict[str, Tensor], Memory]]:
+        """Decompose the matrices of equal shapes as one stack, and sum the outer products by a matrix product."""
+        layout = Layout.of(messages[0])
+        alike = all(Layout.of(tensors) == layout for tensors in messages[1:])
+        if len(senders) == 1 or not senders[0]._iterates or not alike:
+            return super().transmit_together(senders, messages)
+        arrived = [{name: tensor.detach() for name, tensor in tensors.items()} for tensors in messages]
+        kept: list[dict[str, Tensor]] = [{} for _ in messages]
+        for name, rank in senders[0]._ranks(layout).items():
+            if not rank:
+                continue
+            dtype, shape = layout.floating[name]
+            matrices = [_PRODUCT.as_matrix(tensors[name]).to(_wide(dtype)) for tensors in arrived]
+            starts = [sender._start(name, matrix, rank) for sender, matrix in zip(senders, matrices, strict=True)]
+            left, scales, right = _iterated(matrices, starts)
+            first, second = (vectors.to(dtype).to(_wide(dtype)) for vectors in (left, right))
+            for place, (one, other) in enumerate(zip(first * scales[..., None], second, strict=True)):
+                arrived[place][name] = _PRODUCT.as_weight(one.mT @ other, shape).to(dtype)
+                kept[place][name] = right[place].clone()
+        return list(zip(arrived, kept, strict=True))
+
     def lengths(self, layout: Layout, parts: Mapping[str, Tensor] | None = None) -> dict[str, int]:
         ranks = self._ranks(layout, parts)
         lengths = {"scales": entry_bytes(_scale_entries(layout, ranks))}
@@ -224,7 +249,8 @@ class LowRankCodec(RandomCodec[Factors]):
         The result is empty if the energy needs more than ``rank``.
         """
         if self._iterates:
-            return _iterated(matrix, self._start(name, matrix, rank))
+            left, scales, right = _iterated([matrix], [self._start(name, matrix, rank)])
+            return left[0], scales[0], right[0]
         finite = matrix.isfinite().all()
         left, scale, right = torch.linalg.svd(torch.where(finite, matrix, 0.0), full_matrices=False)
         if self.energy is not None:
@@ -249,17 +275,17 @@ class LowRankCodec(RandomCodec[Factors]):
         return torch.where(empty, drawn.to(matrix), kept)
 
 
-def _iterated(matrix: Tensor, start: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Left vectors, lengths and right vectors after one subspace iteration; vectors are rows."""
-    left = torch.linalg.qr(matrix @ start.mT).Q
-    right = left.mT @ matrix
+def _iterated(matrices: Sequence[Tensor], starts: Sequence[Tensor]) -> tuple[Tensor, Tensor, Tensor]:
+    """Left vectors, lengths and right vectors after one subspace iteration of each matrix; vectors are rows."""
+    left = torch.linalg.qr(torch.stack([each @ start.mT for each, start in zip(matrices, starts, strict=True)])).Q
+    right = torch.stack([vectors.mT @ each for vectors, each in zip(left, matrices, strict=True)])
     # Numbers are divided by the largest, so that squares neither overflow nor vanish. NaN and infinity spread to all.
-    largest = right.abs().amax()
-    shares = right / torch.where(largest > 0, largest, 1.0)
-    lengths = torch.linalg.vector_norm(shares, dim=1)
+    largest = right.abs().amax((-2, -1))[..., None]
+    shares = right / torch.where(largest > 0, largest, 1.0)[..., None]
+    lengths = torch.linalg.vector_norm(shares, dim=-1)
     # A right vector of rounding noise becomes zero: the next message then starts from a newly drawn vector.
-    noise = torch.finfo(matrix.dtype).eps * max(matrix.shape) * lengths.amax()
-    right = torch.where((lengths > noise)[:, None], shares / lengths[:, None], 0.0)
+    noise = torch.finfo(right.dtype).eps * max(matrices[0].shape) * lengths.amax(-1, keepdim=True)
+    right = torch.where((lengths > noise)[..., None], shares / lengths[..., None], 0.0)
     return left.mT.contiguous(), lengths * largest, right
 
 

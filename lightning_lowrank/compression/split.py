@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 
 from torch import Tensor
 from typing_extensions import Self, override
@@ -101,10 +101,22 @@ class Split(Codec):
 
     @override
     def transmit_and_keep(self, tensors: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], Memory]:
-        chosen, others = self._split(tensors)
-        (first, kept), (second, also_kept) = (
-            self.chosen.transmit_and_keep(chosen),
-            self.others.transmit_and_keep(others),
-        )
-        received, memory = {**first, **second}, {"chosen": kept, "others": also_kept}
-        return {name: received[name] for name in tensors}, {part: each for part, each in memory.items() if each}
+        return self.transmit_together([self], [tensors])[0]
+
+    @override
+    @classmethod
+    def transmit_together(
+        cls, senders: Sequence[Self], messages: Sequence[Mapping[str, Tensor]]
+    ) -> list[tuple[dict[str, Tensor], Memory]]:
+        parts = zip(*(sender._split(tensors) for sender, tensors in zip(senders, messages, strict=True)), strict=True)
+        codecs = [sender.chosen for sender in senders], [sender.others for sender in senders]
+        found = [type(each[0]).transmit_together(each, part) for each, part in zip(codecs, parts, strict=True)]
+        return [_joined(tensors, *both) for tensors, *both in zip(messages, *found, strict=True)]
+
+
+def _joined(
+    tensors: Mapping[str, Tensor], chosen: tuple[dict[str, Tensor], Memory], others: tuple[dict[str, Tensor], Memory]
+) -> tuple[dict[str, Tensor], Memory]:
+    """The results of a `Split`'s two codecs as its own."""
+    received, memory = {**chosen[0], **others[0]}, {"chosen": chosen[1], "others": others[1]}
+    return {name: received[name] for name in tensors}, {part: each for part, each in memory.items() if each}

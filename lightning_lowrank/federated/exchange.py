@@ -30,7 +30,7 @@ from lightning_lowrank.federated.protocols import UnequalClients
 from lightning_lowrank.federated.settings import FederatedSettings
 from lightning_lowrank.federated.stages import RoundStage
 from lightning_lowrank.federated.state import ClientContext, ClientInfo, Server, State
-from lightning_lowrank.federated.wire import Wire
+from lightning_lowrank.federated.wire import Answer, Wire
 
 Stage = TypeVar("Stage", bound=RoundStage)
 
@@ -193,10 +193,21 @@ class Exchange(ABC):
         Raises:
             NotFiniteError: If it holds numbers that are not finite, before the codecs or after them.
         """
-        received = self._received.pop(client.id, {})
+        answer = self.answer(client, message)
+        return self.checked(answer[1], self.wire.up(*answer))
+
+    def answer(self, client: ClientContext, message: Message) -> Answer:
+        """The arguments of `Wire.up` for a client's message, after the stages have seen it."""
         for stage in self.stages:
             message = stage.up(client, message)
-        packet = self.wire.up(client, message, received)
+        return client, message, self._received.pop(client.id, {})
+
+    def checked(self, message: Message, packet: Packet) -> Packet:
+        """The packet of a message, if both have finite numbers.
+
+        Raises:
+            NotFiniteError: If not.
+        """
         tensors, allowed = dict(message.tensors), set(self.infinite)
         if self.settings.uplink or message.codec is not None:
             sends = f"as {type(packet.codec).__name__} sends it"

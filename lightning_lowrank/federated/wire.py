@@ -6,7 +6,8 @@ Both sides of a real federation build the same `Wire` from the recipe. In a simu
 from __future__ import annotations
 
 import struct
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -15,6 +16,7 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import Tensor
 
 from lightning_lowrank.compression import Channel, Codec, Packet, Schema, Sign
+from lightning_lowrank.compression.channel import Outgoing
 from lightning_lowrank.compression.wire import DecodingError
 from lightning_lowrank.federated.algorithm import Algorithm, detached
 from lightning_lowrank.federated.messages import Message
@@ -30,6 +32,9 @@ _MEMORY = "wire.memory"
 _BYTES = "wire.bytes"
 _LATE = 10**6
 """A round that comes after all beginnings of a method."""
+
+Answer = tuple[ClientContext, Message, Mapping[str, Tensor]]
+"""A client, its message, and what it received in the round."""
 
 
 @dataclass(frozen=True)
@@ -189,8 +194,14 @@ class Wire:
         )
 
     def _send(self, channel: Channel, message: Message, **arguments: Any) -> Packet:
-        try:
+        with self._going_through(channel):
             return channel.send(message.tensors, message_codec=message.codec, **arguments)
+
+    @contextmanager
+    def _going_through(self, channel: Channel) -> Iterator[None]:
+        """Convert an error of a channel's codecs to one that names them."""
+        try:
+            yield
         except (TypeError, ValueError) as error:
             way = "uplink" if channel is self.uplink else "downlink"
             raise MisconfigurationException(
@@ -252,8 +263,27 @@ class Wire:
 
         ``received`` is what the client received in this round.
         """
-        if not self.uplink.codecs:
-            return self._send(self.uplink, message, seed=0)
+        if not self.uplink.codecs or message.codec is not None:
+            seed = derive_seed(client.seed, "uplink", client.round, client.id)
+            return self._send(self.uplink, message, exact=self._exact(client.base), seed=seed)
+        return self.up_together([(client, message, received)])[0]
+
+    def up_together(self, answers: Sequence[Answer]) -> list[Packet]:
+        """The packets of several clients, as by `up` to rounding; the arguments of `up` for each."""
+        if not self.uplink.codecs or any(message.codec is not None for _, message, _ in answers):
+            return [self.up(*answer) for answer in answers]
+        outgoing, exact = [self._outgoing(*answer) for answer in answers], self._exact(answers[0][0].base)
+        with self._going_through(self.uplink):
+            packets = self.uplink.send_together(outgoing, exact=exact)
+        for (client, *_), packet in zip(answers, packets, strict=True):
+            if packet.memory:
+                client.state[_MEMORY] = packet.memory
+            if self.uplink.error_feedback:
+                client.state.update({_RESIDUAL: packet.residual, _LAST: client.round})
+                self._warn_of_no_effect(packet.residual)
+        return packets
+
+    def _outgoing(self, client: ClientContext, message: Message, received: Mapping[str, Tensor]) -> Outgoing:
         last = client.state.get(_LAST, -1)
         drawn_in = ChangesBase.of(self._algorithm).drawn_in
         residual = {
@@ -261,21 +291,13 @@ class Wire:
             for name, value in client.state.get(_RESIDUAL, {}).items()
             if drawn_in(name, client.round) <= last
         }
-        packet = self._send(
-            self.uplink,
-            message,
-            reference=reference(self._algorithm, client.base, received),
-            exact=self._exact(client.base),
-            seed=derive_seed(client.seed, "uplink", client.round, client.id),
-            residual=residual,
-            memory=client.state.get(_MEMORY),
+        return Outgoing(
+            message.tensors,
+            derive_seed(client.seed, "uplink", client.round, client.id),
+            reference(self._algorithm, client.base, received),
+            residual,
+            client.state.get(_MEMORY),
         )
-        if packet.memory:
-            client.state[_MEMORY] = packet.memory
-        if self.uplink.error_feedback:
-            client.state.update({_RESIDUAL: packet.residual, _LAST: client.round})
-            self._warn_of_no_effect(packet.residual or {})
-        return packet
 
     def _warn_of_no_effect(self, residual: Mapping[str, Tensor]) -> None:
         """Warn once if error feedback has no effect: the factors of some tensors are redrawn in each round."""

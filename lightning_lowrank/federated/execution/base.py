@@ -12,6 +12,7 @@ import lightning.pytorch as pl
 import torch
 from torch import Tensor
 
+from lightning_lowrank.compression import Packet
 from lightning_lowrank.federated.algorithm import LocalStep
 from lightning_lowrank.federated.client_optimizers import ClientOptimizers
 from lightning_lowrank.federated.data.planner import Chunk
@@ -194,9 +195,13 @@ class Execution(OfTheRun, ABC):
 
     def _end_client(self, client: ClientContext) -> Exception | None:
         """Send the client's message; if that fails, return the error."""
+        return self._deliver(client, lambda: self.exchange.pack(client, self.algorithm.end(client)))
+
+    def _deliver(self, client: ClientContext, pack: Callable[[], Packet]) -> Exception | None:
+        """Have the server receive the client's packet, the result of ``pack``; if that fails, return the error."""
         try:
             with turn_of(client.id):
-                packet = self.exchange.pack(client, self.algorithm.end(client))
+                packet = pack()
         except ClientsFailed as failed:
             return failed.error
         refused = self.exchange.receive(client, packet)

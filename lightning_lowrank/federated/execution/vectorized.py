@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Collection, Hashable, Mapping
+from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
 from contextlib import ExitStack
 from typing import Any
 
@@ -30,6 +30,9 @@ from lightning_lowrank.federated.failures import ClientsFailed, turn_of
 from lightning_lowrank.federated.protocols import UnequalClients, inherits
 from lightning_lowrank.federated.state import ClientContext, State, slice_tree, stack_trees
 from lightning_lowrank.internals.peft import is_base_change
+
+_NUMBERS_AT_ONCE = 2**20
+"""The most numbers that are encoded together, because of memory and caches."""
 
 
 def structure_of(module: nn.Module) -> Hashable:
@@ -255,16 +258,38 @@ class Vectorized(Execution):
             for client in self.clients:
                 self._keep_buffers(client)
         else:
+            # A few clients at once.
+            places = sorted(range(len(self.clients)), key=lambda place: self.clients[place].id)
+            numbers = sum(value.numel() for value in self.clients[0].model.values())
+            at_once = max(1, _NUMBERS_AT_ONCE // max(1, numbers))
             failed = {}
-            for place in sorted(range(len(self.clients)), key=lambda place: self.clients[place].id):
-                client = self.clients[place]
-                client.round_state.clear()
-                client.round_state.update(slice_tree(self.round_state, place))
-                error = self._end_client(client)
-                if error is not None:
-                    failed[client.id] = error
+            for first in range(0, len(places), at_once):
+                failed |= self._end_together(places[first : first + at_once])
         self._forget()
         return failed
+
+    def _end_together(self, places: Sequence[int]) -> dict[int, Exception]:
+        """Send the messages of the clients at these places; return the errors of clients that fail or are refused."""
+        found: dict[int, Exception | None] = {}
+        answers = []
+        for client, place in ((self.clients[place], place) for place in places):
+            client.round_state.clear()
+            client.round_state.update(slice_tree(self.round_state, place))
+            try:
+                with turn_of(client.id):
+                    answers.append(self.exchange.answer(client, self.algorithm.end(client)))
+                found[client.id] = None
+            except ClientsFailed as error:
+                found[client.id] = error.error
+        try:
+            with turn_of(*(client.id for client, *_ in answers)):
+                packets = self.exchange.wire.up_together(answers)
+        except ClientsFailed as error:
+            found |= dict.fromkeys(error.clients, error.error)
+        else:
+            for (client, message, _), packet in zip(answers, packets, strict=True):
+                found[client.id] = self._deliver(client, functools.partial(self.exchange.checked, message, packet))
+        return {client: error for client, error in found.items() if error is not None}
 
     def _forget(self) -> None:
         assert self._stack is not None
