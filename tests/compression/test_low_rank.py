@@ -8,7 +8,17 @@ import numpy as np
 import pytest
 import torch
 
-from lightning_lowrank.compression import Chain, Channel, DecodingError, Half, LowRankCodec, Quantize, Schema, Split
+from lightning_lowrank.compression import (
+    Chain,
+    Channel,
+    DecodingError,
+    Half,
+    LowRankCodec,
+    Quantize,
+    Schema,
+    Split,
+    low_rank,
+)
 from lightning_lowrank.compression.low_rank import MOST_NUMBERS_OF_A_MATRIX
 from lightning_lowrank.seeding import generator
 from tests.helpers import draw
@@ -195,6 +205,40 @@ def test_the_memory_passes_through_chains_and_splits():
         alone = LowRankCodec(rank).started(memory["chosen"]["0"] if name == "a" else memory["others"])
         expected = Chain([alone, Half()]) if name == "a" else alone
         assert torch.equal(again.received[name], expected.transmit({name: message[name]})[name])
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])
+@pytest.mark.parametrize(
+    "build", [lambda codec: codec, lambda codec: Split(["bias"], Half(), codec)], ids=["", "split"]
+)
+def test_senders_together_are_senders_alone_to_rounding(monkeypatch, build, dtype):
+    codec, counts = build(LowRankCodec(3)), []
+    iterated = low_rank._iterated
+    monkeypatch.setattr(low_rank, "_iterated", lambda *stacks: (counts.append(len(stacks[0])), iterated(*stacks))[1])
+    memories, messages = [{}] * 4, []
+    for number in range(3):
+        messages = [
+            {name: value.to(dtype) * (number + 1) for name, value in MESSAGE.items()}
+            | {"linear": draw(30, 20, seed=one)}
+            for one in range(4)
+        ]
+        senders = [codec.seeded(one).started(memory) for one, memory in enumerate(memories)]
+        alone = [sender.transmit_and_keep(tensors) for sender, tensors in zip(senders, messages, strict=True)]
+        counts.clear()
+        together = type(codec).transmit_together(senders, messages)
+        assert counts == [4, 4]
+        for (received, kept), (expected, memory), tensors in zip(together, alone, messages, strict=True):
+            assert received.keys() == tensors.keys()
+            torch.testing.assert_close(received, expected)
+            torch.testing.assert_close(kept, memory, rtol=1e-5, atol=1e-6)
+        memories = [memory for _, memory in alone]
+
+
+def test_senders_of_different_shapes_are_alone():
+    messages = [{"weight": draw(30, 20)}, {"weight": draw(20, 30)}]
+    together = LowRankCodec.transmit_together([LowRankCodec(2)] * 2, messages)
+    for (received, _), message in zip(together, messages, strict=True):
+        assert torch.equal(received["weight"], LowRankCodec(2).transmit(message)["weight"])
 
 
 def test_a_start_without_directions_is_drawn():

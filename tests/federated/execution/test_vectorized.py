@@ -10,7 +10,17 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import nn
 from torch.utils.data import TensorDataset
 
-from lightning_lowrank import FedAvg, FederatedLoop, FedMUD, FedProx, FromIndices, LowRank, MatrixProduct
+from lightning_lowrank import (
+    FedAvg,
+    FederatedLoop,
+    FedMUD,
+    FedProx,
+    FromIndices,
+    LowRank,
+    LowRankCodec,
+    MatrixProduct,
+)
+from lightning_lowrank.compression import low_rank
 from lightning_lowrank.federated.client_optimizers import _ELEMENTWISE
 from lightning_lowrank.federated.execution.stack import ClientStack
 from lightning_lowrank.federated.protocols import OwnSteps, UnequalClients
@@ -337,6 +347,16 @@ def test_buffers_and_norms(tmp_path, buffers, norm):
         buffers=buffers,
         local_epochs=2,
     )
+
+
+@pytest.mark.parametrize("algorithm", [FedAvg, FedMUD])
+def test_messages_are_decomposed_together(tmp_path, monkeypatch, algorithm):
+    counts, iterated = set(), low_rank._iterated
+    monkeypatch.setattr(low_rank, "_iterated", lambda *stacks: (counts.add(len(stacks[0])), iterated(*stacks))[1])
+    codecs = {"uplink": [LowRankCodec(1, error_feedback=True)], "downlink": [LowRankCodec(1, error_feedback=True)]}
+    algorithm, settings = (FedAvg, codecs) if algorithm is FedAvg else (FedMUD, {"uplink": codecs["uplink"]})
+    both(tmp_path, tolerance=1e-8, algorithm=algorithm, form="dense" if algorithm is FedAvg else "update", **settings)
+    assert max(counts) > 1
 
 
 @pytest.mark.slow
