@@ -234,6 +234,14 @@ def test_senders_together_are_senders_alone_to_rounding(monkeypatch, build, dtyp
         memories = [memory for _, memory in alone]
 
 
+def test_a_sender_that_is_not_finite_leaves_the_others_alone():
+    messages = [{"weight": draw(30, 20, seed=one)} for one in range(3)]
+    messages[1]["weight"][2, 3] = math.nan
+    found = [received["weight"] for received, _ in LowRankCodec.transmit_together([LowRankCodec(2)] * 3, messages)]
+    assert [bool(each.isfinite().all()) for each in found] == [True, False, True]
+    assert found[1].isnan().all()
+
+
 def test_senders_of_different_shapes_are_alone():
     messages = [{"weight": draw(30, 20)}, {"weight": draw(20, 30)}]
     together = LowRankCodec.transmit_together([LowRankCodec(2)] * 2, messages)

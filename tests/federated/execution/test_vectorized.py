@@ -349,13 +349,14 @@ def test_buffers_and_norms(tmp_path, buffers, norm):
     )
 
 
-@pytest.mark.parametrize("algorithm", [FedAvg, FedMUD])
-def test_messages_are_decomposed_together(tmp_path, monkeypatch, algorithm):
+@pytest.mark.parametrize(
+    ("algorithm", "form", "ways"), [(FedAvg, "dense", ["uplink", "downlink"]), (FedMUD, "update", ["uplink"])]
+)
+def test_messages_are_decomposed_together(tmp_path, monkeypatch, algorithm, form, ways):
     counts, iterated = set(), low_rank._iterated
     monkeypatch.setattr(low_rank, "_iterated", lambda *stacks: (counts.add(len(stacks[0])), iterated(*stacks))[1])
-    codecs = {"uplink": [LowRankCodec(1, error_feedback=True)], "downlink": [LowRankCodec(1, error_feedback=True)]}
-    algorithm, settings = (FedAvg, codecs) if algorithm is FedAvg else (FedMUD, {"uplink": codecs["uplink"]})
-    both(tmp_path, tolerance=1e-8, algorithm=algorithm, form="dense" if algorithm is FedAvg else "update", **settings)
+    codecs = {way: [LowRankCodec(1, error_feedback=True)] for way in ways}
+    both(tmp_path, tolerance=1e-8, algorithm=algorithm, form=form, **codecs)
     assert max(counts) > 1
 
 
