@@ -154,6 +154,22 @@ def test_a_client_that_fails_is_as_if_not_drawn(tmp_path, name, execution):
     assert_left_out(failed, expected, tolerance=1e-9 if execution == "vectorized" else 0.0)
 
 
+class Limited(Half):
+    """Cannot send what the bad client has."""
+
+    def transmit_and_keep(self, tensors):
+        if not tensors["net.4.bias"].isfinite().all():
+            raise RuntimeError("no code for it")
+        return super().transmit_and_keep(tensors)
+
+
+def test_a_message_that_cannot_be_sent_leaves_out_its_client_alone(tmp_path):
+    settings = {"uplink": [Limited()], "execution": "vectorized", "chunk_size": 4}
+    failed = run(tmp_path, Poisoned(), **settings)
+    assert "no code for it" in failed[3][0]
+    assert_left_out(failed, without(tmp_path, **settings), tolerance=1e-6)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "arguments",

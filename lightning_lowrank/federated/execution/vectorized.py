@@ -5,13 +5,14 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from typing import Any
 
 import torch
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import Tensor, nn
 
+from lightning_lowrank.compression import Packet
 from lightning_lowrank.federated.algorithm import LocalStep
 from lightning_lowrank.federated.checks import check_factor_gradients
 from lightning_lowrank.federated.coordinator import Coordinator
@@ -278,17 +279,19 @@ class Vectorized(Execution):
             try:
                 with turn_of(client.id):
                     answers.append(self.exchange.answer(client, self.algorithm.end(client)))
-                found[client.id] = None
-            except ClientsFailed as error:
-                found[client.id] = error.error
-        try:
-            with turn_of(*(client.id for client, *_ in answers)):
-                packets = self.exchange.wire.up_together(answers)
-        except ClientsFailed as error:
-            found |= dict.fromkeys(error.clients, error.error)
-        else:
-            for (client, message, _), packet in zip(answers, packets, strict=True):
-                found[client.id] = self._deliver(client, functools.partial(self.exchange.checked, message, packet))
+            except ClientsFailed as failed:
+                found[client.id] = failed.error
+        packets: list[Packet] = []
+        # If that fails, they are sent one by one, and only the client whose message cannot be sent fails.
+        with suppress(ClientsFailed), turn_of(*(client.id for client, *_ in answers)):
+            packets = self.exchange.wire.up_together(answers)
+
+        def packed(place: int) -> Packet:
+            packet = packets[place] if packets else self.exchange.wire.up(*answers[place])
+            return self.exchange.checked(answers[place][1], packet)
+
+        for place, (client, *_) in enumerate(answers):
+            found[client.id] = self._deliver(client, functools.partial(packed, place))
         return {client: error for client, error in found.items() if error is not None}
 
     def _forget(self) -> None:
