@@ -11,8 +11,7 @@ its place, those of a change's check first and the nightly ones where it survive
 A place that no test reached is tried against the tests of the folder that mirrors its file's.
 
 A mutation turns a comparison, drops a branch, changes a constant or deletes a statement within a function; each kind
-is drawn equally often, its places uniformly over the package's folders but for those of `LEFT_OUT`. It keeps the number
-of lines.
+is drawn equally often, its places uniformly over the package. It keeps the number of lines.
 """
 
 from __future__ import annotations
@@ -37,7 +36,6 @@ from typing import Any
 
 ROOT = Path(__file__).parents[1]
 PACKAGE = "lightning_lowrank"
-LEFT_OUT = ("federated/execution", "internals")
 KINDS = ("comparison", "branch", "constant", "statement")
 TURNED: dict[type[ast.cmpop], type[ast.cmpop]] = {
     ast.Lt: ast.GtE,
@@ -138,10 +136,8 @@ def draw(seed: str, count: int) -> list[Mutation]:
     """``count`` mutations, equally many of each kind, in the order of files."""
     found: dict[str, list[Mutation]] = {kind: [] for kind in KINDS}
     for file in sorted((ROOT / PACKAGE).rglob("*.py")):
-        inside = file.relative_to(ROOT / PACKAGE).as_posix()
-        if not inside.startswith(tuple(f"{each}/" for each in LEFT_OUT)):
-            for each in places(file):
-                found[each.kind].append(each)
+        for each in places(file):
+            found[each.kind].append(each)
     draws = random.Random(seed)
     numbers = [count // len(KINDS) + (place < count % len(KINDS)) for place in range(len(KINDS))]
     chosen = [draws.sample(found[kind], number) for kind, number in zip(KINDS, numbers, strict=True)]
