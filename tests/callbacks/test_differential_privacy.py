@@ -290,6 +290,7 @@ def test_epsilon_is_logged_and_the_fit_ends_before_the_budget(tmp_path):
     assert one.epsilon(steps, 1e-5) <= 4.0 < one.epsilon(steps + 1, 1e-5)
     assert run.global_step == steps < 400
     assert run.callback_metrics["privacy/epsilon"].item() == callback.epsilon() == one.epsilon(steps, 1e-5)
+    assert run.callback_metrics["train_loss"].isfinite()
     # A minimum of epochs does not go beyond it.
     with pytest.raises(
         MisconfigurationException, match=rf"{steps} steps have cost .* above target_epsilon=4: raise it"
