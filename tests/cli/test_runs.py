@@ -210,8 +210,11 @@ def test_what_is_broken_of_a_run_is_left_out(tmp_path, written, rounds):
 
 def test_what_configurations_monitor(tmp_path):
     saves = {"class_path": "ModelCheckpoint", "init_args": {"monitor": "val_x", "mode": "max"}}
-    configured(tmp_path / "run", 0, rows_of([0.5], 1, 1), trainer__callbacks=[saves, {"class_path": "Timer"}])
-    assert monitors(find_runs([tmp_path])) == [("ModelCheckpoint", "val_x", "max")]
+    callbacks = [saves, {"class_path": "Timer"}]
+    configured(tmp_path / "run", 0, rows_of([0.5], 1, 1), trainer__callbacks=callbacks, federated__algorithm="FedAvg")
+    (run,) = find_runs([tmp_path])
+    assert monitors([run]) == [("ModelCheckpoint", "val_x", "max")]
+    assert run_figures(run)["algorithm"] == "FedAvg"
 
 
 def test_an_evaluation_after_the_fit_is_no_round_and_the_seconds_are_of_all_rounds(tmp_path):
