@@ -159,7 +159,7 @@ class Reader:
         elif words[:2] == ["pip", "install"]:
             for name in words[2:]:
                 _check_installable(name)
-        elif words[0] == "python" and words[1].startswith(("tests/benchmarks/", "tests/versions.py")):
+        elif words[0] == "python" and words[1].startswith("tests/benchmarks/"):
             _check_script(Path(words[1]), words[2:])
         elif words[0] == "python":
             with self._listening(), _arguments(words[1:]):

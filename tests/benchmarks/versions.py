@@ -4,8 +4,8 @@ For who changes a bound in ``pyproject.toml`` or prepares a release; CI does not
 downloads up to 3 GB. It writes the table of ``docs/versions.md``.
 
     pip install uv
-    python tests/versions.py --pythons ~/.pyenv/versions/*/bin/python
-    python tests/versions.py --only lowest newest-3.13 --tests tests/federated tests/cli    # a part of the tests
+    python tests/benchmarks/versions.py --pythons ~/.pyenv/versions/*/bin/python
+    python tests/benchmarks/versions.py --only lowest newest-3.13 --tests tests/federated    # a part of the tests
 
 For each combination it makes an environment, builds the wheel, and installs it with the extra ``test``:
 
@@ -27,7 +27,7 @@ import sys
 import tempfile
 from pathlib import Path
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 PAGE = ROOT / "docs" / "versions.md"
 PYTHONS = ((3, 10), (3, 11), (3, 12), (3, 13), (3, 14))
 SHOWN = ("torch", "lightning", "numpy")

@@ -4,9 +4,9 @@ A check of the test suite, by hand: ``draw`` lists mutations that a seed draws; 
 checkout that notes which test reaches which place; ``run`` tries each mutation in a copy, against the tests that reach
 its place, those of a change's check first and the nightly ones where it survives::
 
-    python tests/mutations.py draw --seed 17c22be --count 60
-    python tests/mutations.py cover --seed 17c22be --count 60 --reached reached.txt --pytest "-n 2"
-    python tests/mutations.py run --seed 17c22be --count 60 --reached reached.txt --output fates.json
+    python tests/benchmarks/mutations.py draw --seed 17c22be --count 60
+    python tests/benchmarks/mutations.py cover --seed 17c22be --count 60 --reached reached.txt --pytest "-n 2"
+    python tests/benchmarks/mutations.py run --seed 17c22be --count 60 --reached reached.txt --output fates.json
 
 A place that no test reached is tried against the tests of the folder that mirrors its file's.
 
@@ -34,7 +34,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 PACKAGE = "lightning_lowrank"
 KINDS = ("comparison", "branch", "constant", "statement")
 TURNED: dict[type[ast.cmpop], type[ast.cmpop]] = {
@@ -292,7 +292,7 @@ def main() -> None:
     parser.add_argument("--seed", required=True, help="any text; the same text draws the same mutations of a commit")
     parser.add_argument("--count", type=int, default=60)
     parser.add_argument("--reached", type=Path, help="file of lines that `cover` appends to and `run` reads")
-    parser.add_argument("--core-seconds", type=Path, help="JSON of tests.core_seconds: quick tests are run first")
+    parser.add_argument("--core-seconds", type=Path, help="JSON of core_seconds.py: quick tests are run first")
     parser.add_argument("--minutes", type=float, default=15.0, help="limit for a mutation's tests but the daily ones")
     parser.add_argument("--processes", type=int, default=2)
     parser.add_argument("--only", type=int, nargs="*", help="numbers of mutations, from 0")

@@ -1,4 +1,4 @@
-"""Processor time of tests by family: ``pytest -p tests.core_seconds``.
+"""Processor time of tests by family: ``pytest -p tests.benchmarks.core_seconds``.
 
 A pytest plugin, also under pytest-xdist. A test's time is that of its process and of the processes that it started and
 waited for, fixtures included. A table by family (a folder of ``tests``, or a file that lies in none) closes the report;
