@@ -21,6 +21,7 @@ from lightning_lowrank.compression import (
 )
 from lightning_lowrank.compression.low_rank import MOST_NUMBERS_OF_A_MATRIX
 from lightning_lowrank.seeding import generator
+from lightning_lowrank.testing import check_codec
 from tests.helpers import draw
 
 MESSAGE = {"conv": draw(6, 4, 3, 3), "linear": draw(30, 20, seed=1), "bias": draw(20, seed=2), "steps": torch.tensor(3)}
@@ -283,6 +284,7 @@ def test_the_length_of_an_energy_is_that_of_the_encoding_and_a_schema_takes_it()
         assert packet.nbytes == len(data)
         received = Channel([codec, Half()]).receive(data, schema=Schema.of(tensors))
         assert torch.equal(received["a"], packet.received["a"])
+    check_codec(codec, {"of low rank": tensors})
 
 
 def test_a_rank_that_no_encoder_writes_is_refused():
