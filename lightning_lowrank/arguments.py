@@ -88,13 +88,13 @@ def printable(text: str) -> str:
 
 
 def without_formula(text: str) -> str:
-    """A text for a cell of a CSV file, after an apostrophe if a spreadsheet would run it as a formula.
+    """A text for a CSV cell, with an apostrophe before it if a spreadsheet would run it as a formula.
 
     Example:
         >>> without_formula("=1+1"), without_formula("-3"), without_formula("ada")
         ("'=1+1", '-3', 'ada')
     """
-    # Spreadsheets read full-width characters too.
+    # Spreadsheets also accept these signs as full-width characters.
     if text.startswith(tuple("=+-@＝＋－＠")):
         with contextlib.suppress(ValueError):
             float(text)

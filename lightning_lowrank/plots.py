@@ -163,7 +163,7 @@ def _plot_constants(constants: Mapping[str, Curves]) -> Figure:
         axes.set_ylabel(metric, fontsize=12)
         positive = [float(points[points[:, 1] > 0, 1].min(initial=math.inf)) for points in curves.values()]
         if min(positive, default=math.inf) < math.inf:
-            # As a logarithmic axis, but with a place for 0.
+            # A logarithmic axis that also shows 0.
             axes.set_yscale("symlog", linthresh=min(positive))
     _add_legend(figure, curves, lines, 2)
     return figure

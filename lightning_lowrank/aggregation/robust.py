@@ -102,7 +102,7 @@ class RobustRule(KeepsArrivals):
         self._check(arrivals, 0)
 
     def _check(self, arrivals: int, left_out: int) -> list[int]:
-        """Check that the vectors suffice, and count Byzantine arrivals for each pre-aggregation and for the rule, last.
+        """Check that there are enough vectors; return the number of Byzantine ones at each pre-aggregation, then the rule.
 
         Args:
             arrivals: Number of arrivals of the round.
@@ -636,7 +636,7 @@ def ordered(rows: Tensor) -> list[Tensor]:
 
 
 def _exchanges(count: int) -> Iterator[tuple[int, int]]:
-    """Yield the pairs of indices that merge exchange compares."""
+    """Yield the pairs of indices that the merge-exchange sort compares."""
     top = 1 << max(0, (count - 1).bit_length() - 1)
     step = top
     while step:
@@ -670,5 +670,5 @@ def _at_least(dtype: torch.dtype, least: torch.dtype | None) -> torch.dtype:
 
 
 def _wide(tensor: Tensor) -> Tensor:
-    # torch cannot compute in one-byte floats, and a weighted mean of half-precision numbers is not one itself.
+    # torch has no arithmetic for one-byte floats, and in half precision a weighted mean would be rounded.
     return tensor.float() if tensor.element_size() < 4 else tensor

@@ -98,7 +98,7 @@ class FedBAT(ChangesBase, OwnCodec, OwnSteps):
         self._pending: dict[str, _Binarised] = {}
 
     def setup(self, base: Base) -> None:
-        """Find the parameters of normalisation layers, which stay in full precision, and create the common copy."""
+        """Find the parameters of normalisation layers, which stay in full precision, and create the shared copy."""
         self._exact = frozenset(
             f"{layer_name}.{name}" if layer_name else name
             for layer_name, layer in base.module.named_modules()
@@ -135,7 +135,7 @@ class FedBAT(ChangesBase, OwnCodec, OwnSteps):
         self.announce(server, missing(server, compress))
 
     def broadcast(self, server: Server, client: ClientInfo) -> Message:
-        """The model; with ``compress_down``, its codec sends the announced difference in place of the parameters."""
+        """The model; with ``compress_down``, a codec sends the announced difference in place of the parameters."""
         message = super().broadcast(server, client)
         return Message(message.tensors, self.downlink(server.base))
 
@@ -154,7 +154,7 @@ class FedBAT(ChangesBase, OwnCodec, OwnSteps):
 
     def local_update(self, step: LocalStep, update: Callable[[], None]) -> None:
         """After a client's first steps in full precision, step on the loss at the binarised update."""
-        # The small number is for rounding errors: 0.28 * 25 is just above 7.
+        # Subtract a small number, because of rounding errors: 0.28 * 25 is just above 7.
         binarises = step.number >= self.full_precision_share * step.steps - 1e-9
         if binarises.any():
             self._put_binarised(step, binarises)

@@ -235,7 +235,7 @@ def _survey(module: nn.Module) -> tuple[dict[str, tuple[_Extent, ...]], list[nn.
 
 
 def _inputs(name: str, layer: nn.Module, previous: nn.Module | None, hidden: Mapping[int, None]) -> _Extent:
-    """The extent of a layer's input dimension, for all layers but the first; ``None`` if it is not sliced."""
+    """The channels of a layer's input and the entries for each; ``None`` if the input is not sliced."""
     if getattr(layer, "groups", 1) > 1:
         if layer.groups != layer.in_channels:
             _refuse(name, layer, f"has groups={layer.groups}: a slice of the channels is not a slice of the groups")

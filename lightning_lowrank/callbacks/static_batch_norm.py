@@ -114,7 +114,7 @@ class StaticBatchNorm(Configured, Callback, CompletesModels):
         self._begin(0)
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Set tracking by the epoch at which a fit is resumed, and call ``forward`` once to see that it works."""
+        """Set tracking for the epoch at which the fit starts or resumes, and check that ``forward`` works."""
         self._try_forward(trainer, pl_module)
         self._begin(trainer.current_epoch)
 

@@ -1,4 +1,4 @@
-"""Tables that write themselves as text, HTML, Markdown, CSV and LaTeX, and the page of a report.
+"""Tables in text, HTML, Markdown, CSV and LaTeX, and the page of a report.
 
 Run folders may come from anyone: every text is written as the format's own text, never as markup or a formula.
 """

@@ -99,7 +99,7 @@ def with_suggestions(message: str) -> str:
 
     def suggested(match: re.Match[str], look_up: Callable[[re.Match[str]], tuple[str, Iterable[str]]]) -> str:
         word, known = look_up(match)
-        # A valid name at the wrong place is no typo.
+        # A valid name in the wrong place is no typo.
         meant = _most_similar(word, [name for name in known if name != word])
         if word in known:
             return match[0]
@@ -136,11 +136,11 @@ def _described(message: str) -> str:
     end = message[where[-1].end() :]
     found = next((match for pattern in _OF_VALUES if (match := re.fullmatch(pattern, end))), None)
     if found is None:
-        # A value of two allowed types: what each of them said.
+        # An argument of several types: the message has the error of each.
         found = re.fullmatch(r"Expected .+?(?:no class is known as|Unexpected import path format:) (?P<class>.+)", end)
     value = next((text for text in found.groupdict().values() if text), "") if found else ""
     failed_import = "No module named" in end or "has no attribute" in end
-    # What cannot be imported keeps its cause, but for a file, which was never meant to be imported.
+    # A failed import keeps its own message, except for a file's path, which was not meant to be imported.
     if not found or not value or (failed_import and not _is_file(value)):
         return ""
     section = keys[0]
@@ -205,7 +205,7 @@ def _remedy(place: str, hint: Any, value: str, owner: str) -> str:
 
 
 def _own_place(name: str, kind: type) -> str:
-    """Where a class belongs that is no value of an argument; empty if that is unknown."""
+    """A sentence on the setting that accepts instances of ``kind``; empty if none is known."""
     for section, root in _ROOTS.items():
         option = _option_for(root, kind)
         if kind.__name__ == root.rpartition(".")[2]:
@@ -246,13 +246,13 @@ def _number(value: str) -> str:
 
 
 def _holding(word: str, names: Iterable[str]) -> list[str]:
-    """The names that hold a word, such as CoordinateMedian for median; none if they are many."""
+    """The names that contain a word, such as CoordinateMedian for median; empty if there are many."""
     holding = sorted(name for name in names if word.lower() in name.lower())
     return holding if len(word) >= _SHORTEST_PART and len(holding) <= _MOST_HOLDING else []
 
 
 def _option_for(owner: str, kind: type | None) -> str:
-    """The argument of a class that takes an object of a kind; empty if none does."""
+    """The argument of a class that accepts objects of this kind; empty if there is none."""
     if kind is None:
         return ""
     fitting = [name for name, hint in _hints(owner).items() if any(issubclass(kind, base) for base in _bases(hint))]
@@ -260,7 +260,7 @@ def _option_for(owner: str, kind: type | None) -> str:
 
 
 def _placed_elsewhere(message: str) -> str:
-    """A message of an unknown argument of the two sections, with where it belongs; empty for any other message."""
+    """A message on an unknown argument of a section, with its right place added; empty for any other message."""
     match = re.fullmatch(
         r"Parser key \"(federated|lowrank)\": Problem with given class_path '([\w.]+)': "
         r"Option '(\w+)(?:\.[\w.]+)?' is not accepted",
@@ -391,7 +391,7 @@ def _parameters(path: str) -> Iterable[str]:
         for each in kind.__mro__ if isinstance(kind, type) else [kind]:
             parameters = inspect.signature(each).parameters.values()
             found |= {one.name: None for one in parameters if one.kind not in (one.VAR_POSITIONAL, one.VAR_KEYWORD)}
-            # A base's arguments are those of the class where it passes keyword arguments on.
+            # A class that passes keyword arguments on has its base's arguments too.
             if not any(one.kind is one.VAR_KEYWORD for one in parameters):
                 break
     except (ImportError, AttributeError, TypeError, ValueError):

@@ -115,7 +115,7 @@ class ClientDatasets(SplitsInMemory):
         return self._collate or cast(Callable[[Sequence[Any]], Any], default_collate)
 
     def read(self, split: Split) -> Any:
-        """The joined dataset of a split, with its column ``client``; ``None`` where there are no test data."""
+        """The joined dataset of a split, with its column ``client``; ``None`` if there are no test data."""
         given = self._given[split]
         if given is None:
             return None

@@ -62,7 +62,7 @@ class ClientArrays(ClientDatasets):
         raise NotImplementedError(f"{type(self).__name__} must define clients")
 
     def names(self, split: Split) -> list[Any] | None:
-        """All clients' names in order; ``None``: the order of `clients`."""
+        """All clients' names in order; ``None`` to keep the order of `clients`."""
         return None
 
     def read(self, split: Split) -> Any:

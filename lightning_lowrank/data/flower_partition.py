@@ -99,7 +99,7 @@ class FlowerPartition(Partition):
         return ClientIndices(parts, size, names)
 
     def _asked(self, keys: Column | None, question: Callable[[Any], Any]) -> Any:
-        """``question``'s answer on a copy of the partitioner, with the column as its dataset."""
+        """The result of ``question`` for a copy of the partitioner that has the column as its dataset."""
         if keys is None:
             raise MisconfigurationException(
                 "FlowerPartition needs the training set: give the dataset instead of its size, or keys=."

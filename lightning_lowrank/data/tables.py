@@ -69,7 +69,7 @@ class Table:
         return f"{self.source}, line {self.first_line + number}"
 
     def find(self, names: Sequence[str], argument: str) -> str:
-        """The first of these names that is a column's.
+        """The first of these names that a column has.
 
         Raises:
             MisconfigurationException: If there is none; ``argument`` is what names the column.

@@ -1,4 +1,4 @@
-"""Whether attributes of the module that a client's steps change affect the next client's steps.
+"""Detects attributes of the module that one client's steps change and the next client's steps depend on.
 
 `Isolation` asks before it warns: most attributes that change are totals, caches and counters that nothing trains by.
 """

@@ -421,7 +421,7 @@ def check_local_update(algorithm: Algorithm, trainer: pl.Trainer) -> None:
 
 
 def refuse_batch_norm(module: nn.Module, asking: str, way_out: str = "") -> None:
-    """Refuse BatchNorm layers, whose statistics mix samples; ``asking`` names the setting that cannot have them."""
+    """Refuse BatchNorm layers, whose statistics mix samples; ``asking`` names the setting that excludes them."""
     found = [name for name, layer in module.named_modules() if isinstance(layer, BATCH_NORMS)]
     if found:
         raise MisconfigurationException(

@@ -315,7 +315,7 @@ class _Step:
 
 @contextmanager
 def _worked_on_copies(module: pl.LightningModule) -> Iterator[list[Metric | MetricCollection]]:
-    """Run with copies of a module's buffers and metrics; restore the originals.
+    """A context with copies of a module's buffers and metrics; restores the originals.
 
     The metric objects stay the same, because a module may refer to them in other ways than by its attributes, and
     because a metric's ``clone()`` fails where its state has a gradient.
@@ -341,7 +341,7 @@ def _worked_on_copies(module: pl.LightningModule) -> Iterator[list[Metric | Metr
 
 
 def _copy(value: Any, copies: dict[int, Any], with_tensors: bool) -> Any:
-    """Copy containers, and tensors ``with_tensors``, once each; return any other value unchanged."""
+    """A copy of a container or, ``with_tensors``, of a tensor, made once for each; any other value itself."""
     if id(value) in copies:
         return copies[id(value)]
     if isinstance(value, Tensor) and with_tensors:

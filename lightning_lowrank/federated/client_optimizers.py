@@ -231,7 +231,7 @@ class ClientOptimizers:
         return self._most_steps, self._furthest
 
     def pool(self, ends: Iterable[tuple[int, dict[str, Any]]]) -> None:
-        """Of the `end` values of several processes, adopt that with the most steps."""
+        """Adopt the `end` value with the most steps, out of those of several processes."""
         self._most_steps, self._furthest = max(ends, key=lambda end: end[0])
 
     def end_round(self) -> None:

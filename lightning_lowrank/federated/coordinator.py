@@ -63,8 +63,7 @@ class Coordinator(Exchange):
         settings, server, drawing = parts.settings, parts.server, parts.drawing
         attackers = Attackers(settings.attackers, parts.samples, server.seed) if settings.attackers else None
         private = private_mean(settings, server, drawing) if settings.privacy and drawing else None
-        # Late messages are refused first, before another stage sees them. Attackers come next, so that later stages see
-        # forged ones.
+        # The clock first refuses late messages. Attackers are next, so that all later stages receive forged messages.
         stages = (parts.clock, attackers, *settings.stages, private, parts.ledger)
         return [stage for stage in stages if stage is not None]
 
@@ -117,7 +116,7 @@ class Coordinator(Exchange):
             self.ledger.add_idle(idle * self.broadcasts.packet(self.any_client).nbytes)
 
     def _follow(self, trained: dict[str, Tensor]) -> None:
-        """Follow a change of the trained parameters, such as by a callback that thaws layers."""
+        """Follow a change of the trained parameters, such as by a callback that unfreezes layers."""
         server, before = self.server, self._trained
         objects, earlier = ({name: id(value) for name, value in each.items()} for each in (trained, before or {}))
         if objects == earlier and before is not None:
@@ -128,12 +127,12 @@ class Coordinator(Exchange):
         server.model = {name: value for name, value in server.model.items() if name not in gone}
 
     def note_sent(self, client: ClientInfo, nbytes: int) -> None:
-        """Let the stages see that a client is sent a broadcast of so many bytes."""
+        """Notify the stages of a broadcast of ``nbytes`` to a client."""
         for stage in self.stages:
             stage.down(client, nbytes)
 
     def note_absent(self, client: int) -> None:
-        """Let the stages see that a client of the cohort does not answer."""
+        """Notify the stages that a client of the cohort does not answer."""
         for stage in self.stages:
             stage.absent(client)
 
@@ -217,7 +216,7 @@ class Coordinator(Exchange):
         return self.untrained(client, self.broadcasts.packet(client).received, model)
 
     def untrained(self, client: ClientInfo, received: Mapping[str, Tensor], model: Mapping[str, Tensor]) -> Message:
-        """The message that a client would send after no step.
+        """The message that a client would send without a training step.
 
         Args:
             client: The client.
@@ -382,7 +381,7 @@ class Coordinator(Exchange):
         super().load_state_dict(state, to_device)
         self.server.load_state_dict(state, to_device)
         for name, parameter in self.server.base.module.named_parameters():
-            # A callback that thaws parameters in some epoch does not do so again in a run that is resumed later.
+            # A callback that unfroze parameters in an earlier epoch does not run again in a resumed fit.
             if name in state["trained"]:
                 parameter.requires_grad_(True)
         for stage in self.stages:

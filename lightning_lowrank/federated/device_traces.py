@@ -161,7 +161,7 @@ class AvailabilityTrace(Configured):
 
 
 def _times(device: Any, number: int, path: str) -> tuple[list[float], list[float], float]:
-    """A device's times of coming and of going, both ascending, and the period after which they repeat."""
+    """The times at which a device becomes available and unavailable, both ascending, and their period."""
     try:
         comes = [float(value) for value in device["active"]]
         goes = [float(value) for value in device["inactive"]]

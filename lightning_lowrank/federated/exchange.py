@@ -150,7 +150,7 @@ class Exchange(ABC):
 
     @abstractmethod
     def show_global(self, live: Mapping[str, Tensor]) -> None:
-        """Load the global model into the module's live values."""
+        """Load the global model into ``live``, the module's own tensors by name."""
 
     @abstractmethod
     def end_round(self, optimizers: ClientOptimizers, steps: int) -> int:

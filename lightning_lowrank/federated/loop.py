@@ -316,7 +316,7 @@ class FederatedLoop(FederatedSettings, Callback):
             self._data.device_data = self._device_data
 
     def _read_validation(self, trainer: pl.Trainer) -> None:
-        """Gather validation batches on the device, for loaders that exist by now and samples that are kept there."""
+        """Gather validation batches on the device, if the loaders exist and their samples are kept on it."""
         data = self._device_data
         assert data is not None
 

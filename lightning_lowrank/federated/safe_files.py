@@ -193,7 +193,7 @@ def _existing(folder: Path) -> Path:
 
 
 def _finalize_without_space(logger: Any) -> None:
-    """Have a logger's next ``finalize`` pass over a full disk."""
+    """Make a logger's next ``finalize`` ignore a full disk."""
     finalize = logger.finalize
 
     def finalize_if_space(status: str) -> None:

@@ -39,11 +39,11 @@ class ScheduleLength:
         self._answers = FitLength(trainer, self, self._give)
 
     def install(self) -> Callable[[], None]:
-        """Answer Lightning's requests from now on; return a function that ends that."""
+        """Install these counts in the trainer; return a function that restores Lightning's own."""
         return self._answers.install()
 
     def settle(self) -> None:
-        """Have Lightning load its data, and answer for its loader from then on."""
+        """Have Lightning load its data, and stop replacing its training loader."""
         self._answers.settle()
 
     def __len__(self) -> int:

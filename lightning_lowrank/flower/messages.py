@@ -207,7 +207,7 @@ def apply_options(optimizers: Sequence[Optimizer], text: str) -> None:
 
 
 def signature(module: nn.Module, recipe: bytes) -> dict[str, Any]:
-    """Hashes and norms by which the server recognises a site with another recipe or module; ``module`` is untrained.
+    """Hashes and norms by which the server detects a site with another recipe or module; ``module`` is untrained.
 
     The hashes are of the recipe and of all tensors' names, types and shapes. The norms are of the frozen parameters,
     which no broadcast would correct.

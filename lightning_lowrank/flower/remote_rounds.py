@@ -212,7 +212,7 @@ class RemoteRounds(Callback):
         self._unconfirmed_resets: set[int] = set()
         self._broadcasts = {} if broadcasts is None else broadcasts
         self._pruned = -1
-        # Clients whose missing answers caused the last rounds to be passed over.
+        # Clients without whose answers the last rounds were skipped.
         self._spoilers: set[int] = set()
         self._figures: dict[str, float] = {}
         self._client_steps = 0
@@ -575,7 +575,7 @@ class RemoteRounds(Callback):
         if -1 <= last_broadcast < self.members.last_broadcast[client] and client not in self._unconfirmed_resets:
             self.members.last_broadcast[client] = last_broadcast
             self._new_resets.add(client)
-            # The site can answer when it is asked again; it is asked again once.
+            # The site can answer a second request, so ask it once more.
             outcome.passing = True
         return True
 

@@ -149,8 +149,8 @@ class FitLength:
 
             return property(answered)
 
-        # Properties need a subclass. Lightning's own estimated_stepping_batches loads the data, after which modules
-        # would read Lightning's values of the others.
+        # Properties can only be replaced in a subclass. All three are, because Lightning's estimated_stepping_batches
+        # loads the data, and the other two then describe Lightning's own loader.
         answers = {
             "estimated_stepping_batches": property(lambda trainer: self._steps()),
             "num_training_batches": until_settled("num_training_batches", lambda: len(self._loader)),
@@ -167,7 +167,7 @@ class FitLength:
         """Have Lightning load its data again, and use Lightning's loader and its length from then on."""
         if not self._settled:
             self._settled = True
-            # When first asked, the loop loaded data of an epoch with which the fit need not begin.
+            # Discard the loader of the first request, because the fit may begin with another epoch.
             self._trainer.fit_loop._combined_loader = None
 
 
@@ -182,8 +182,8 @@ def leave_step(trainer: Any) -> None:
     trainer.lightning_module._current_fx_name = None
     scaler = getattr(trainer.precision_plugin, "scaler", None)
     if scaler is not None:
-        # Otherwise the scaler would refuse to unscale the next step's gradients. The error means that it has made no
-        # step yet.
+        # Without an update, the scaler refuses to unscale the next step's gradients. It raises an AssertionError if it
+        # has made no step yet.
         with suppress(AssertionError):
             scaler.update(scaler.get_scale())
 

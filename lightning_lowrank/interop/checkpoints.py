@@ -235,7 +235,7 @@ def _read(path: str | Path, client: int | str | None) -> dict[str, Any]:
         if start != b"PK" and not start.startswith(b"\x80"):
             what = "torch.save has not written it" if start else "it is empty"
             raise misconfigured(f"{path} is no checkpoint: {what}. Use the .ckpt file of a run.") from error
-        # Torch says first how to read the file without its protection, and then what is wrong.
+        # torch's message first explains how to read the file unsafely, and then states the cause.
         lines = str(error).rpartition("WeightsUnpickler error: ")[2].strip().splitlines()
         said = f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
         raise misconfigured(

@@ -35,8 +35,8 @@ from lightning_lowrank.interop.peft_layout import (
 from lightning_lowrank.layers import LowRankLayer, MatrixProduct, low_rank_class, low_rank_layers
 from lightning_lowrank.layers.conversion import note_buffers
 
-# Fields of LoraConfig with which an adapter is still W + scaling · B A. A value of another field, other than its
-# default, is a variant of LoRA, also of a later PEFT.
+# Fields of LoraConfig with which an adapter is still W + scaling · B A. Any other field, also of a later PEFT, selects
+# a variant of LoRA unless it has its default.
 _PLAIN = """
     task_type peft_type auto_mapping peft_version base_model_name_or_path revision inference_mode runtime_config
     r lora_alpha lora_dropout use_rslora bias modules_to_save rank_pattern alpha_pattern target_modules exclude_modules

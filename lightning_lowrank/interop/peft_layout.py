@@ -225,7 +225,7 @@ def check_path_and_module(call: str, path: Any, module: Any) -> None:
 
 
 def check_folder(folder: Path, missing: str = "") -> None:
-    """Raise if an adapter's folder is a file, or does not exist where ``missing`` says what to do then."""
+    """Raise if an adapter's folder is a file or, with ``missing`` (the advice for that case), does not exist."""
     if folder.exists() and not folder.is_dir():
         raise misconfigured(f"{folder} is a file, and an adapter is a folder: give the path of a folder.")
     if missing and not folder.exists():

@@ -52,7 +52,7 @@ def assign_ranks(
 
 
 def _check_rank(layer: Candidate, rank: int, settings: LowRankSettings, frozen_otherwise: bool) -> None:
-    """Keep the layer dense if its rank saves no numbers, unless the dense weight would be frozen."""
+    """Keep the layer dense if factors of this rank save no parameters, unless the dense weight would be frozen."""
     factorization, half_frozen = settings.factorization, settings.half_frozen
     with _naming(layer):
         largest = factorization.max_rank(layer.shape, half_frozen)

@@ -57,7 +57,7 @@ class Conversion:
 
     @property
     def ratio(self) -> float:
-        """Trainable parameters now over ``dense_parameters``."""
+        """``trainable_parameters`` divided by ``dense_parameters``."""
         return self.trainable_parameters / self.dense_parameters
 
     def __str__(self) -> str:

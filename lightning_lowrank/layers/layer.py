@@ -705,7 +705,7 @@ class LowRankLayer(nn.Module):
 
 
 def _why_other_tensors(names: set[str]) -> str:
-    """The reason why a layer cannot be converted that has tensors of other names than its class."""
+    """The reason why a layer whose tensors have other names than its class's cannot be converted."""
     for made_by, signs in (
         ("weight_norm", {"weight_g", "weight_v"}),
         ("spectral_norm", {"weight_orig", "weight_u"}),

@@ -86,7 +86,7 @@ class CausalLM(LightningModule):
             dtype,
         )
         if not isinstance(model, (str, Mapping)):
-            # In this local variable for save_hyperparameters(), which reads it.
+            # save_hyperparameters() reads this local variable.
             model = None if isinstance(model, nn.Module) else model.to_dict()
         self.save_hyperparameters(ignore=["optimizer", "scheduler"])
         if gradient_checkpointing:

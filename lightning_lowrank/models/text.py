@@ -106,7 +106,7 @@ class TextClassifier(Classifier):
             **({"num_labels": num_labels} if isinstance(model, str) else {}),
         )
         if not isinstance(model, (str, Mapping)):
-            # In this local variable for save_hyperparameters(), which reads it.
+            # save_hyperparameters() reads this local variable.
             model = None if isinstance(model, nn.Module) else model.to_dict()
         own = getattr(getattr(network, "config", None), "num_labels", num_labels)
         if own != num_labels:

@@ -137,7 +137,7 @@ def _refused(function: Any) -> NotImplementedError:
 
 
 def _is_of_its_form(function: Any) -> bool:
-    """Whether a function reads only a tensor's metadata, such as shape or dtype."""
+    """Whether a torch function reads only a tensor's metadata, such as shape or dtype."""
     name = getattr(function, "__name__", "")
     if name == "__get__":
         name = getattr(getattr(function, "__self__", None), "__name__", "")

@@ -55,7 +55,7 @@ def _check_count(name: str, value: int, minimum: int) -> int:
 
 
 def agreed(clients: int | None, number: int, known: str) -> int:
-    """The number of clients that a partition implies, as ``known`` says; raises if the user gave another number."""
+    """``number``, which the partition implies; raises if the user gave another number, with ``known`` as the reason."""
     if clients is not None and clients != number:
         raise MisconfigurationException(f"clients={clients}, but {known}: set clients={number}, or leave it out.")
     return number
@@ -565,7 +565,7 @@ class ByKey(Partition):
 
 
 def natural(name: Any) -> tuple[tuple[int, int, str], ...]:
-    """A sort key for names by which numbers inside the names ascend.
+    """A sort key that compares numbers inside names by value.
 
     Example:
         >>> sorted(["u10", "u2", 3, "u1b"], key=natural)

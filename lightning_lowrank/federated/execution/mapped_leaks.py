@@ -39,7 +39,7 @@ class MappedTensors:
         self._buffers = [(table, dict(table)) for table in map(own_buffers, module.modules())]
 
     def remove(self) -> None:
-        """Restore buffers that were replaced by such tensors, and reset metrics whose state holds some."""
+        """Restore buffers that mapped tensors replaced, and reset metrics with mapped tensors in their state."""
         for table, before in self._buffers:
             table.update({key: value for key, value in before.items() if _is_transformed(table.get(key))})
         for part in self._module.modules():
@@ -175,7 +175,7 @@ def _placeholder(name: str) -> Tensor:
 
 @contextmanager
 def refused_writes(module: pl.LightningModule, hook: str) -> Iterator[None]:
-    """Refuse a hook that writes to or replaces a tensor of the module, which holds the global model."""
+    """A context that refuses writes by a hook to the module's tensors, which hold the global model."""
     original = getattr(module, hook)
 
     @functools.wraps(original)

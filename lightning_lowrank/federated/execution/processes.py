@@ -290,7 +290,7 @@ def shared_by(trainer: Any) -> ClientParallelStrategy | None:
 def check_processes(
     strategy: ClientParallelStrategy, trainer: Any, algorithm: Algorithm, seed: int, data: RoundData
 ) -> None:
-    """Refuse processes with different seeds, methods or partitions; note if there are more than clients in a round."""
+    """Refuse processes with different seeds, methods or partitions; report more processes than clients."""
     assert data.indices is not None
     mine = {"seed": seed, "method": repr(type(algorithm)), "partition": data.indices.digest()}
     for rank, theirs in enumerate(strategy.gather(mine)):

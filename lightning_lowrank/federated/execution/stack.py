@@ -62,7 +62,7 @@ LOGGED_AGAIN = "\0"
 
 
 def _homes(module: nn.Module, names: Mapping[Tensor, str]) -> list[tuple[MutableMapping[str, Any], str, str]]:
-    """Where a module's parts keep the named tensors: the table, the key in it, and the tensor's name."""
+    """For each tensor: the table of the submodule that contains it, its key in that table, and its full name."""
     return [
         (table, key, names[tensor])
         for part in module.modules()
@@ -239,8 +239,7 @@ class ClientStack(OfTheRun):
     def _made(self, parts: Parts, batch_idx: int) -> Tensor:
         self._tell_of_unequal(parts)
         mapped = any(len(places.numbers) > 1 for places, _ in parts)
-        # A step over several forms of batches also counts as one for numbers of the module, even if no form has two
-        # clients.
+        # A step over several forms of batches is guarded like a mapped one, even if no form has two clients.
         together = mapped or len(parts) > 1
         if together:
             self._guard.before_step()
@@ -253,8 +252,7 @@ class ClientStack(OfTheRun):
             if self.note is not None:
                 self.note(losses, values)
             if len(places.numbers) > 1:
-                # Not for a single client: its value in an attribute is a plain tensor, which the next client's step
-                # would read.
+                # Not for a single client, whose values in attributes are plain tensors that later steps may read.
                 self._guard.after_part()
             total = losses.sum() if total is None else total + losses.sum()
             logged.add(values, places.samples)
@@ -311,8 +309,8 @@ class ClientStack(OfTheRun):
         if not is_new:
             part.store(results, compiled.settings[size], compiled.used[size])
             return results.losses, results.logged
-        # At first use the uncompiled step runs too, for comparison, and its results count: compiled steps draw other
-        # numbers.
+        # At first use the uncompiled step runs too, for comparison, and its results are used, because compiled steps
+        # draw other random numbers.
         before, versions = random_states(self.device), part.versions()
         losses, logged = part.backward()
         draws = not all(map(torch.equal, before, random_states(self.device)))

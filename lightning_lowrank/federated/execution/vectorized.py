@@ -70,7 +70,7 @@ class Vectorized(Execution):
         self.compiled_steps = CompiledSteps(self.module, clients, samples, run)
 
     def start(self) -> None:
-        """Forbid the module's hooks around steps to change tensors, which are the global model's."""
+        """Forbid hooks around steps to change the module's tensors, which hold the global model."""
         for hook in hooks_around_steps(self.module):
             self._guards.enter_context(refused_writes(self.module, hook))
 

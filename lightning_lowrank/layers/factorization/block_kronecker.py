@@ -50,7 +50,7 @@ class BlockKronecker(Factorization):
         self.grid = grid
 
     def block_size(self, shape: Sequence[int], rank: int) -> int:
-        """z, the side of each block's factors."""
+        """z, the number of rows and of columns of each factor of a block."""
         return math.isqrt(math.isqrt((math.prod(shape) - 1) // rank)) + 1
 
     @override
