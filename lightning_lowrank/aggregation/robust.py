@@ -102,7 +102,7 @@ class RobustRule(KeepsArrivals):
         self._check(arrivals, 0)
 
     def _check(self, arrivals: int, left_out: int) -> list[int]:
-        """Check that there are enough vectors; return the number of Byzantine ones at each pre-aggregation, then the rule.
+        """Check that there are enough vectors; return the Byzantine count at each pre-aggregation, then the rule.
 
         Args:
             arrivals: Number of arrivals of the round.

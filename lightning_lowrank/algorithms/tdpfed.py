@@ -283,7 +283,7 @@ def _each(stacks: Sequence[Tensor], apart: bool) -> list[Tensor]:
 
 
 def _named(factors: Mapping[str, Factors]) -> dict[str, Tensor]:
-    """The factors of all weights by their names in messages; a tensor that is its own factor keeps its name."""
+    """The factors of all weights by their names in messages; a tensor without factors keeps its name."""
     return {f"{name}.{key}" if key else name: value for name, each in factors.items() for key, value in each.items()}
 
 

@@ -71,7 +71,7 @@ def flatten_state(value: Any) -> tuple[list[Any], list[Tensor]]:
 
 
 def unflatten_state(description: list[Any], tensors: Sequence[Tensor]) -> Any:
-    """The nested value that `flatten_state` described, with ``tensors`` in place."""
+    """The nested value that `flatten_state` described, with the ``tensors`` put back into it."""
     kind, content = description
     if kind == "tensor":
         return tensors[content]

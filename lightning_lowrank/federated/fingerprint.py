@@ -156,7 +156,7 @@ def _module(module: Any) -> dict[str, Any]:
     return {
         "trained": f"{len(trained)} parameters, digest {digest(trained)}",
         "hparams": describe(module.hparams),
-        # Without memory addresses in default representations, which differ in each run.
+        # Remove memory addresses, which differ in each run, from default representations.
         "layers": {
             name: re.sub(" at 0x[0-9a-f]+", "", f"{type(layer).__name__}({layer.extra_repr()})")
             for name, layer in layers.items()

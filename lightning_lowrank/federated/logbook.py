@@ -195,7 +195,7 @@ class Logbook:
 
     def _batch_size(self) -> int:
         if self._size is None:
-            # Before an evaluation's first batch, weight 1.
+            # Values logged before an evaluation's first batch have weight 1.
             self._size = 1 if self._batch is None else rows_of(self._batch) or extract_batch_size(self._batch)
         return self._size
 

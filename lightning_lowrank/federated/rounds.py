@@ -86,7 +86,7 @@ class Rounds(OfTheRun):
         self._to_device = functools.partial(_to_device, device=self._module.device)
         self._ended = False
         samples = data.divided().sizes.tolist()
-        # Before trial steps, which would change the optimizers' attributes.
+        # Must precede the trial steps, which change the optimizers' attributes.
         self._optimizers = ClientOptimizers(trainer, settings)
         self._optimizers.check(settings.clients_with_settings(len(samples)))
         if before is None:
@@ -119,7 +119,7 @@ class Rounds(OfTheRun):
         self.further = FurtherModels(data, exchange)
         exchange.setup(continues=before is not None and before.exchange.algorithm is settings.algorithm)
         if clock is not None and clock.counts_operations:
-            # Before an execution replaces the module's training step.
+            # Must precede the execution, which replaces the module's training step.
             clock.operations = Operations(settings.algorithm, server.base, *data.example())
         holder = int(np.argmax(data.planner.samples))
         if settings.algorithm.claims.needs_labels and data.labels_of(holder) is None:

@@ -193,7 +193,7 @@ class Members:
         return self._owners[client].samples, self._owners[client].batches
 
     def state_dict(self) -> dict[str, Any]:
-        """The clients' sites and their last broadcasts, for a restarted server."""
+        """The clients' sites, and the round of the last broadcast that each received, for a restarted server."""
         owners = {
             client: [owner.node, owner.secret, owner.clients, owner.samples, owner.batches, owner.rank]
             for client, owner in self._owners.items()

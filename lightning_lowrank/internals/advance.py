@@ -34,11 +34,9 @@ _COUNTERS = (
 
 
 class TurnLoader:
-    """The training loader of a federated fit as Lightning sees it: the numbers of a round's turns in place of batches.
+    """The training loader that Lightning gets in a federated fit: it yields a round's turn numbers, not batches.
 
-    Lightning shows it as ``trainer.train_dataloader``. Its length is the number of the round's clients, and while one
-    of them trains that of its own batches. What else it has, such as ``dataset`` and ``batch_size``, is the user's own
-    loader's.
+    Lightning shows it as ``trainer.train_dataloader``. Its length is the number of turns or, while a client trains, that client's number of batches. All other attributes, such as ``dataset`` and ``batch_size``, are those of the user's loader.
 
     Args:
         trainer: The trainer.

@@ -218,7 +218,7 @@ def _report(layer: Candidate, settings: LowRankSettings) -> LayerReport:
 
 
 def _reasons(layers: Sequence[Candidate]) -> str:
-    """A text with each reason and the names of its layers, at most the first few."""
+    """The reasons as text, each with the names of at most the first few layers."""
     names: dict[str, list[str]] = {}
     for layer in layers:
         names.setdefault(layer.reason, []).append(layer.name)

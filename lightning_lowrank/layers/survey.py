@@ -220,7 +220,7 @@ def _why_not(module: nn.Module, projection: str, factorization: Factorization) -
 
 
 def select(layers: Sequence[Candidate], settings: LowRankSettings) -> None:
-    """Set a reason on each layer that the settings keep dense, by name, by position or by its weight."""
+    """Set the reason of each layer that the settings keep dense because of its name, position or weight."""
     convertible = [layer for layer in layers if not layer.reason]
     names = [name for layer in convertible for name in (layer.name, *layer.aliases)]
     for argument in ("include", "exclude", "rank", "rank_ratio", "ratio"):

@@ -34,7 +34,7 @@ from lightning_lowrank.internals.peft import is_base_change
 
 def structure_of(module: nn.Module) -> Hashable:
     """A key of the module's structure: two rounds with equal keys compute steps in the same way."""
-    # Without changes of quantised base weights, which grow with the rounds and which all clients share.
+    # Changes of quantised base weights are left out: they grow with the rounds, and all clients share them.
     buffers = [(name, value) for name, value in module.named_buffers() if not is_base_change(name)]
     tensors = [*module.named_parameters(), *buffers]
     return (

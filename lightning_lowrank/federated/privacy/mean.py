@@ -195,7 +195,7 @@ class PrivateMean(RoundStage):
         with torch.no_grad():
             center = self._way.exact_origin_of(info)
             mean = Message(self.noised_mean(self._way.form_of(info).tensors, center, server.round))
-        # As many copies as messages are expected on average.
+        # The method expects messages of all sampled clients: pass one copy of the mean for each.
         return [Arrival(info, mean, 1.0, self._way.origin_of)] * self.sampled
 
     # Updates of clients
