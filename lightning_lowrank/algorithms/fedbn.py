@@ -106,7 +106,7 @@ class FedBN(LocalPart):
         norms = [name for name, layer in base.module.named_modules() if isinstance(layer, kinds)]
         if not norms:
             rank_zero_warn(
-                f"FedBN(layers={self.layers!r}) found no such normalization layer, and is FedAvg without one."
+                f"FedBN(layers={self.layers!r}) found no such normalization layer: without one it is FedAvg."
             )
         return {name for name in trained_tensors(base.module) if name.rpartition(".")[0] in norms}
 
@@ -133,7 +133,7 @@ class FedPer(LocalPart):
     def __init__(self, patterns: Sequence[str]) -> None:
         super().__init__()
         if isinstance(patterns, str) or not patterns:
-            raise MisconfigurationException(f"patterns must be a list of one name or more, got {patterns!r}")
+            raise MisconfigurationException(f"patterns must be a list of at least one name, got {patterns!r}")
         self.patterns = list(patterns)
 
     def own_names(self, base: Base) -> set[str]:

@@ -61,8 +61,8 @@ class FedNova(Algorithm):
         groups = client.base.optimizers[0].param_groups
         if "optimizers" in client.state and any(group["momentum"] for group in groups):
             raise MisconfigurationException(
-                "FedNova counts the weight of each of a round's gradients in a client's change, and client"
-                f" {client.id} kept momentum from earlier rounds: set optimizer_state='reset'."
+                f"FedNova assumes that a client's change contains gradients of the round alone, but client {client.id}"
+                " has momentum from earlier rounds: set optimizer_state='reset'."
             )
         received = client.base.parameters(message.tensors)
         # Counted on the CPU, so that no step waits for a device.

@@ -207,7 +207,7 @@ def _survey(module: nn.Module) -> tuple[dict[str, tuple[_Extent, ...]], list[nn.
     products = [layer for _, layer in layers if not isinstance(layer, _NORMS)]
     if len(products) < 2:
         raise MisconfigurationException(
-            "HeteroFL slices what is between a first and a last convolution or linear layer, and the module has"
+            "HeteroFL slices the channels between a first and a last convolution or linear layer, but the module has"
             f" {len(products)} such layers."
         )
     first, last = products[0], products[-1]

@@ -148,7 +148,7 @@ class LowRank(Configured, Callback):
         if self._added:
             rank_zero_warn(
                 f"LowRank: {listed(self._added)} came into {type(pl_module).__name__} after its layers were converted,"
-                " and stays as it is. To have it converted as well, call lightning_lowrank.recover(module) before"
+                " and is not converted. To convert it as well, call lightning_lowrank.recover(module) before"
                 " fit()."
             )
         done: _Converted = pl_module.lowrank_conversion  # type: ignore[assignment]
@@ -220,7 +220,7 @@ class LowRank(Configured, Callback):
                 f"LowRank: {type(module).__name__} has made {listed(gone or late)} after its layers were converted,"
                 " so that it would be trained dense. Lightning calls configure_model() again after LowRank has, and"
                 " setup() of modules after that of callbacks: make the layers in __init__(), or in configure_model()"
-                " where they are not there yet"
+                " if they do not exist yet"
                 + ("." if gone else "; or list the layers to convert in include, to keep these dense.")
             )
 

@@ -294,7 +294,8 @@ def _approve(parser: argparse.ArgumentParser, words: list[str]) -> None:
         yes = options.yes or input("Approve? [y/N] ").strip().lower() in ("y", "yes")
     except EOFError:
         raise misconfigured(
-            "nothing was approved, for no input can be read: --yes approves without a question."
+            "nothing was approved, because no answer can be read from standard input: give --yes to approve without a"
+            " question."
         ) from None
     if not yes:
         raise misconfigured("nothing was approved.")

@@ -352,7 +352,7 @@ class LowRankCLI(SubcommandCLI):
         _write_below_root(section["trainer"])
         path = section.get("ckpt_path")
         if path and path not in _CHECKPOINT_NAMES and "://" not in path and not Path(path).exists():
-            raise MisconfigurationException(f"ckpt_path={path!r} is not there.")
+            raise MisconfigurationException(f"ckpt_path={path!r} does not exist.")
 
     def instantiate_classes(self) -> None:
         """Build model, data, callbacks and trainer; an error that our classes raise keeps only its own message."""
@@ -409,9 +409,7 @@ class LowRankCLI(SubcommandCLI):
                 )
             return
         if is_overridden("configure_optimizers", self.model):
-            rank_zero_warn(
-                f"the `optimizer:` section takes the place of {type(self.model).__name__}.configure_optimizers()."
-            )
+            rank_zero_warn(f"the `optimizer:` section replaces {type(self.model).__name__}.configure_optimizers().")
 
         def build(module: pl.LightningModule) -> Any:
             optimizer = instantiate_class(module.parameters(), optimizer_init)

@@ -192,7 +192,9 @@ def _write(folder: Path, files: Mapping[str, bytes]) -> list[Path]:
     earlier = set(manifest.read_text("utf-8").splitlines()) if manifest.is_file() else set()
     others = [name for name in files if name not in earlier and (folder / name).exists()]
     if others:
-        raise misconfigured(f"no report has written {listed(others)} in {folder}: give --output another folder.")
+        raise misconfigured(
+            f"{folder} already has {listed(others)}, which no earlier report wrote: give --output another folder."
+        )
     folder.mkdir(parents=True, exist_ok=True)
     manifest.write_text("\n".join(sorted(earlier | files.keys())), "utf-8")
     for name in earlier - files.keys():

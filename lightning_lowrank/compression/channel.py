@@ -225,12 +225,12 @@ class Channel:
 def _check_length(length: int, expected: int) -> None:
     """Refuse bytes whose length rules out a message of ``expected`` bytes."""
     if not expected and length:
-        raise DecodingError(f"{length:,} bytes came, but this method sends nothing.")
+        raise DecodingError(f"{length:,} bytes were received, but this method sends nothing.")
     if expected and not length:
-        raise DecodingError("nothing came, but this method sends tensors.")
+        raise DecodingError("nothing was received, but this method sends tensors.")
     # If the sender chooses the masks, its message may have more numbers than the receiver's codec expects.
     if length > 2 * expected:
-        raise DecodingError(f"{length:,} bytes came, and what is expected here has at most {2 * expected:,}.")
+        raise DecodingError(f"{length:,} bytes were received, but the expected message has at most {2 * expected:,}.")
 
 
 def _differing(tensors: Mapping[str, Tensor], reference: Mapping[str, Tensor], exact: Collection[str]) -> list[str]:

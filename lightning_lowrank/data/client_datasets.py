@@ -136,7 +136,7 @@ class ClientDatasets(SplitsInMemory):
         parts = kept.indices.sort().values, torch.cat([*held_out, torch.zeros(0, dtype=torch.int64)]).sort().values
         if not len(parts[1]):
             raise MisconfigurationException(
-                f"{argument}={share} of each client's samples is none: the largest client has {int(sizes.max())}"
+                f"{argument}={share} holds out no sample of any client: the largest client has {int(sizes.max())}"
             )
         return _subset(dataset, parts[0]), _subset(dataset, parts[1])
 
@@ -233,6 +233,6 @@ def _dataset(name: Any, part: Any) -> Any:
     if isinstance(part, IterableDataset) or not (hasattr(part, "__len__") and hasattr(part, "__getitem__")):
         raise MisconfigurationException(
             f"the data of client {name!r} must be a map-style dataset, with __getitem__ and __len__, got"
-            f" {type(part).__name__}: of one that is iterated, list(dataset) is map-style"
+            f" {type(part).__name__}: list(dataset) makes one of an iterable dataset"
         )
     return part

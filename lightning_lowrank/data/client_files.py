@@ -77,7 +77,7 @@ class ClientArrays(ClientDatasets):
             other = sorted(set(self._codes) - set(self.classes))
             if other:
                 raise MisconfigurationException(
-                    f"{type(self).__name__}: there are targets to test on that nobody trains on: {listed(other)}"
+                    f"{type(self).__name__}: the test data have targets that the training data lack: {listed(other)}"
                 )
             numbers = torch.tensor([self.classes.index(name) for name in self._codes])
             found.tensors = (found.tensors[0], numbers[found.tensors[1]])
@@ -100,7 +100,7 @@ class ClientArrays(ClientDatasets):
             return array
         if array[0].size != math.prod(self.shape):
             raise MisconfigurationException(
-                f"shape={self.shape} is that of {math.prod(self.shape)} numbers, and the inputs of client {name!r} have"
+                f"shape={self.shape} has {math.prod(self.shape)} numbers, but the inputs of client {name!r} have"
                 f" the shape {list(array.shape[1:])}"
             )
         return array.reshape(len(array), *self.shape)
@@ -113,7 +113,8 @@ class ClientArrays(ClientDatasets):
         if self._numbered and (strings or self._codes) and len(array):
             raise MisconfigurationException(
                 f"{type(self).__name__}: the targets of client {name!r} are {array.dtype}, such as"
-                f" {str(array.reshape(-1)[0])[:50]!r}, and others' are not: give all numbers, or all strings"
+                f" {str(array.reshape(-1)[0])[:50]!r}, and those of other clients are not: give only numbers, or only"
+                " strings"
             )
         if not strings:
             return array
@@ -395,7 +396,7 @@ class ClientTable(ClientArrays):
     ) -> None:
         super().__init__(**kwargs)
         if test is not None and split is not None:
-            raise MisconfigurationException(f"test={test!r} and split={split!r} both say what to test on: give one")
+            raise MisconfigurationException(f"test={test!r} and split={split!r} both define the test data: give one")
         self._paths = {"train": train, "test": train if split else test}
         self.client, self.target, self.features, self.split = client, target, features, split
         self._table = _Columns(target, features, [client, *([split] if split else [])])
@@ -474,7 +475,7 @@ class _Columns:
             )
         columns = [_numbers(table, table.find([name], f"features={list(features)}")) for name in features]
         if not columns:
-            raise MisconfigurationException(f"{table.source} has no column of inputs beside {self._target!r}")
+            raise MisconfigurationException(f"{table.source} has no column of inputs in addition to {self._target!r}")
         inputs = columns[0] if len(columns) == 1 and columns[0].ndim > 1 else np.stack(columns, 1)
         found = np.asarray(targets)
         for kind in (np.int64, np.float32) if found.dtype.kind in "US" else ():

@@ -54,11 +54,13 @@ class FlowerPartition(Partition):
             )
         if partitioner.is_dataset_assigned():
             raise MisconfigurationException(
-                f"partitioner={type(partitioner).__name__} has a dataset already, and takes no other one: make a new"
+                f"partitioner={type(partitioner).__name__} already has a dataset, which cannot be replaced: make a new"
                 " partitioner."
             )
         if column is None and key is not None:
-            raise MisconfigurationException(f"key={key!r} says what a column holds, and column is None: name it.")
+            raise MisconfigurationException(
+                f"key={key!r} describes the values of a column, but column is None: give the column's name."
+            )
         self.partitioner = partitioner
         self.column = column
         self.key = key

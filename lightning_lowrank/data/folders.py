@@ -82,7 +82,8 @@ class ImageFolder(OwnImages):
         self.validation = (apart or "test") if validation is None else validation
         if apart is not None and apart not in others:
             raise MisconfigurationException(
-                f"validation={apart!r} must be 'test', a share, or a folder beside one to train on, and {folder} holds"
+                f"validation={apart!r} must be 'test', a share, or a folder next to the training folder, but {folder}"
+                " holds"
                 f" {listed(subfolders)}"
             )
         self._validation_folder = None if apart is None else folder / apart

@@ -155,7 +155,7 @@ class HuggingFaceImages(OwnImages):
             # Label -1 marks hidden labels on the hub.
             if value is None or (named and value < 0):
                 raise MisconfigurationException(
-                    f"{source}, row {row}: there is no label in {label!r}, but {value!r}; name another split, or leave"
+                    f"{source}, row {row}: {label!r} has {value!r} in place of a label; name another split, or leave"
                     " such rows out by dataset.filter"
                 )
         return kind.int2str(values) if named else [str(value) for value in values]

@@ -176,7 +176,7 @@ def read_table(path: Path, names: Sequence[str] | None = None) -> Table:
         names, cells = cells[0] if cells else [], cells[1:]
         first_line = None if first_line is None else 2
     if not cells:
-        raise MisconfigurationException(f"{path} holds no line but its header, {listed(names)}")
+        raise MisconfigurationException(f"{path} has no line after its header, {listed(names)}")
     twice = sorted({name for name in names if names.count(name) > 1})
     if twice:
         raise MisconfigurationException(f"{path} has several columns named {listed(twice)}: rename all but one")

@@ -120,10 +120,13 @@ class TextClassification(TextSplits):
         labels = None if labels is None else list(map(str, labels))
         if labels is not None and (len(labels) < 2 or len(set(labels)) < len(labels)):
             raise MisconfigurationException(
-                f"labels must be two or more different ones, or None for those of the training set, got {labels!r}"
+                "labels must list two or more different labels, or be None for those of the training set, got"
+                f" {labels!r}"
             )
         if labels is not None and self.regression:
-            raise MisconfigurationException(f"labels={labels!r} are classes, and regression=True predicts numbers")
+            raise MisconfigurationException(
+                f"labels={labels!r} are classes, but regression=True predicts numbers: leave out one of them"
+            )
         self.task = task
         self.labels = labels if labels is not None or found is None else list(found.labels) or None
         self.header = header
@@ -161,10 +164,11 @@ class TextClassification(TextSplits):
             samples.append((parts[0], parts[1]))
         if not self.header and self.labels is None and samples[0][1].lower() in _HEADER_LABELS:
             raise MisconfigurationException(
-                f"{path} begins with column names, {lines[0]!r}: set header=True (or, if it is a text, name all labels)"
+                f"{path} begins with column names, {lines[0]!r}: set header=True (or, if this line is a sample, name"
+                " all labels)"
             )
         if self.header and len(samples) == 1:
-            raise MisconfigurationException(f"{path} holds no line but its header, {lines[0]!r}")
+            raise MisconfigurationException(f"{path} has no line after its header, {lines[0]!r}")
         texts, labels = zip(*samples[self.header :], strict=True)
         return Table({"text": texts, "label": labels}, str(path), first_line=1 + self.header)
 
@@ -185,7 +189,9 @@ class TextClassification(TextSplits):
             return None
         lacking = [row for row, value in enumerate(values) if missing[row] and (value is None or not self.regression)]
         if lacking:
-            raise MisconfigurationException(f"{table.place(lacking[0])}: there is no label, but {values[lacking[0]]!r}")
+            raise MisconfigurationException(
+                f"{table.place(lacking[0])}: it has {values[lacking[0]]!r} in place of a label"
+            )
         return values
 
     def _classes_of(self, table: Table) -> list[str]:
@@ -194,7 +200,7 @@ class TextClassification(TextSplits):
         found = list(named) if named is not None else sorted({str(value) for value in values})
         if len(found) < 2:
             raise MisconfigurationException(
-                f"{table.source} has no label but {found[0]!r}, and a classifier needs two; numbers to predict need"
+                f"{table.source} has only the label {found[0]!r}, but a classifier needs two; to predict numbers, set"
                 " regression=True"
             )
         return sorted(found, key=float) if named is None and all(map(_is_number, found)) else found
@@ -260,7 +266,7 @@ class TextClassification(TextSplits):
         if not lowest <= self.max_length <= highest:
             raise MisconfigurationException(
                 f"max_length={self.max_length} does not fit tokenizer={self.tokenizer!r}, which takes {lowest}"
-                f" (one token of each text beside the special ones) to {highest}"
+                f" (one token of each text in addition to the special ones) to {highest}"
             )
 
 

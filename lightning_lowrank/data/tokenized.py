@@ -65,7 +65,7 @@ class TokenizedTexts(HasColumns, Dataset[dict[str, Any]]):
         self.targets: Tensor | None = None
         if targets is not None:
             if len(targets) != len(input_ids):
-                raise ValueError(f"targets must hold one for each of {len(input_ids)} texts, got {len(targets)}")
+                raise ValueError(f"targets must hold one target for each of {len(input_ids)} texts, got {len(targets)}")
             self.targets = torch.as_tensor(targets)
             self.targets = self.targets.float() if self.targets.is_floating_point() else self.targets.long()
         empty = next((index for index, tokens in enumerate(input_ids) if not len(tokens)), None)
@@ -127,7 +127,7 @@ class AnsweredTexts(TokenizedTexts):
         super().__init__(input_ids, columns=columns)
         self._answered = _flat(answered, np.bool_)
         if len(self._answered) != len(self._tokens):
-            raise ValueError("answered must say of each token of input_ids whether it is to be predicted")
+            raise ValueError("answered must hold True or False for each token of input_ids")
 
     def _sample(self, index: int) -> dict[str, Any]:
         sample, answered = super()._sample(index), self._answered[self._place(index)]

@@ -110,7 +110,7 @@ class Attack(Configured, ABC):
             unknown = sorted(each for each in given if not 0 <= each < clients)
             if unknown:
                 raise MisconfigurationException(
-                    f"attackers: {type(self).__name__} names {unknown}, and clients go from 0 to {clients - 1}."
+                    f"attackers: {type(self).__name__} names {unknown}, but client ids are 0 to {clients - 1}."
                 )
             return tuple(sorted(given))
         trained = [client for client, size in enumerate(sizes) if size]
@@ -429,7 +429,7 @@ class LabelPoison:
         if len(outside):
             raise MisconfigurationException(
                 f"{type(self._attack).__name__} flips labels from 0 to {self._classes - 1}, and one is"
-                f" {outside.flatten()[0].item()}: give classes= the number of classes."
+                f" {outside.flatten()[0].item()}: set classes= to the number of classes."
             )
         return self._attack.poisoned(labels, self._classes)
 

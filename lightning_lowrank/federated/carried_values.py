@@ -71,7 +71,7 @@ class CarriedValues:
         if named:
             rank_zero_warn(
                 f"training changes attributes of the module: {listed(named)}. Their values pass from one client to the"
-                " next and are not averaged. Register what belongs to the model as a buffer, so that each client"
+                " next and are not averaged. Register values that belong to the model as buffers, so that each client"
                 " starts from the global value."
             )
         return bool(named)

@@ -90,7 +90,7 @@ def check_optimizers(trainer: pl.Trainer, module: nn.Module) -> None:
     if not trainer.optimizers or 0 < trained == len(in_no_optimizer(module, trainer.optimizers)):
         raise MisconfigurationException(
             f"no optimizer has a parameter of {type(module).__name__}, and nothing would be trained: return one from"
-            " configure_optimizers(), built from self.parameters(), also where the module optimizes manually."
+            " configure_optimizers(), built from self.parameters(), even if the module optimizes manually."
         )
     check_trained(module, trainer.optimizers)
     own = {id(value) for value in module.parameters()}
@@ -110,7 +110,7 @@ def refuse_plateaus_of_steps(schedulers: Sequence[Any]) -> None:
     for config in schedulers:
         if config.interval == "step" and config.reduce_on_plateau:
             raise MisconfigurationException(
-                f"{type(config.scheduler).__name__} with interval='step' looks at {config.monitor!r} after each step,"
+                f"{type(config.scheduler).__name__} with interval='step' monitors {config.monitor!r} after each step,"
                 " but a client's figures are known only at its end: set interval='epoch', which counts rounds."
             )
 
@@ -257,11 +257,11 @@ def check_rule(algorithm: Algorithm, rule: Aggregator) -> None:
     if claims.unprotected:
         raise MisconfigurationException(
             f"{method} and aggregator={rule!r} do not go together: {claims.unprotected}, which a robust rule cannot"
-            " protect. Use a method that averages what clients send, such as FedAvg or FedMUD, or leave out aggregator."
+            " protect. Use a method that averages clients' messages, such as FedAvg or FedMUD, or leave out aggregator."
         )
     if claims.not_single_numbers and not isinstance(rule, DistanceRule):
         raise MisconfigurationException(
-            f"{method} and aggregator={rule!r} do not go together: {claims.not_single_numbers}. Use a rule that goes by"
+            f"{method} and aggregator={rule!r} do not go together: {claims.not_single_numbers}. Use a rule based on"
             " distances, such as GeometricMedian() or MultiKrum(); or FedAvg, which averages factors as any parameters."
         )
 
@@ -386,7 +386,7 @@ def check_manual_optimization(settings: FederatedSettings, module: pl.LightningM
     else:
         return
     raise MisconfigurationException(
-        f"{acting}, which a module that optimizes manually does not let it: use automatic optimization."
+        f"{acting}, which is not possible in a module that optimizes manually: use automatic optimization."
     )
 
 
@@ -425,8 +425,8 @@ def refuse_batch_norm(module: nn.Module, asking: str, way_out: str = "") -> None
     found = [name for name, layer in module.named_modules() if isinstance(layer, BATCH_NORMS)]
     if found:
         raise MisconfigurationException(
-            f"{asking} cannot bound what the statistics of BatchNorm ({listed(found)}) tell of single samples, nor keep"
-            f" them positive under noise: {way_out}use GroupNorm or LayerNorm."
+            f"{asking} cannot bound the influence of single samples on the statistics of BatchNorm ({listed(found)}),"
+            f" nor keep variances positive under noise: {way_out}use GroupNorm or LayerNorm."
         )
 
 
@@ -467,8 +467,9 @@ def check_factors_move(module: nn.Module, trained: Iterable[str], asking: str) -
             still.append(layer_name)
     if still:
         raise MisconfigurationException(
-            f"{asking}: none of the factors of {listed(still)} that are trained can move, since each is multiplied by"
-            " a factor that is zero, and all their steps would be noise: train the other factor too (LoRA's B, not A"
+            f"{asking}: the trained factors of {listed(still)} have zero gradients, because each is multiplied by a"
+            " factor that is zero, so that their steps would be noise alone: train the other factor too (LoRA's B, not"
+            " A"
             " alone), or initialise it to other values than zero."
         )
 
@@ -587,7 +588,7 @@ def warn_of_changed_base(algorithm: Algorithm, base: Base) -> None:
         rank_zero_warn(
             f"{type(algorithm).__name__} changed base weights of the model that PEFT wrapped, and its"
             " save_pretrained() writes the adapter without them: lightning_lowrank.export_adapter(module, folder,"
-            " base=pretrained_network) writes an adapter that is whole. For weights that are not quantised,"
+            " base=pretrained_network) writes a complete adapter. For weights that are not quantised,"
             " merge_and_unload() returns the whole model, and `lightning-lowrank export` writes base and adapter."
         )
 

@@ -43,13 +43,13 @@ from lightning_lowrank.metric_direction import direction, monitors_of
 from lightning_lowrank.seeding import derive_seed, generator
 
 NOT_JUDGED = (
-    "clients' own models and models of further sizes are not judged, only the module's own weights. The fit logs"
+    "clients' own models and models of further sizes are not evaluated, only the module's own weights. The fit logs"
     " their figures."
 )
 NO_VALIDATION = (
-    "judges clients' own models where a validation comes at a round's end, and this fit has no such validation. Have a"
+    "evaluates clients' own models if a validation is due at a round's end, but this fit has no such validation. Have a"
     " validation loader and a validation_step, limit_val_batches above 0, check_val_every_n_epoch up to max_epochs, and"
-    " a val_check_interval that divides a round's batches. trainer.test() after the fit judges them as well."
+    " a val_check_interval that divides a round's batches. trainer.test() after the fit evaluates them as well."
 )
 _CONTAINERS = (list, dict, set, deque, OrderedDict, defaultdict)
 _WORST_OF = 10
@@ -403,7 +403,8 @@ class FurtherModels:
         judged = variants or self._settings.personal_test is not None
         if judged and trainer.state.fn != "fit" and not self._has_last_round(module):
             rank_zero_warn(
-                f"{type(module).__name__} holds other weights than the last round left, as with ckpt_path: {NOT_JUDGED}"
+                f"{type(module).__name__} does not hold the weights of the last round, as after loading ckpt_path:"
+                f" {NOT_JUDGED}"
             )
             return
         loader = trainer.val_dataloaders if stage == "validate" else trainer.test_dataloaders

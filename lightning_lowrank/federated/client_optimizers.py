@@ -160,7 +160,7 @@ class ClientOptimizers:
             for name in options:
                 if any(name not in group for group in groups):
                     raise MisconfigurationException(
-                        f"client_settings of client {client}: the optimizer has no option {name!r}, but"
+                        f"client_settings of client {client}: the optimizer has no option {name!r}, only"
                         f" {sorted(set(groups[0]) - {'params'})}"
                     )
             if "lr" in options and self._stepwise:

@@ -317,9 +317,9 @@ class Coordinator(Exchange):
         if name is not None:
             server.model = before
             raise MisconfigurationException(
-                f"the global model of round {server.round} has numbers in {name!r} that are not finite, although those"
-                f" of all {answers} answers are: they come from {type(self.algorithm).__name__}. If they overflow"
-                " there, lower the learning rates or clip gradients."
+                f"the global model of round {server.round} has non-finite numbers in {name!r}, although all {answers}"
+                f" answers are finite: they arose in {type(self.algorithm).__name__}. If they overflowed, lower the"
+                " learning rates or clip gradients."
             )
         self._forget_round()
 

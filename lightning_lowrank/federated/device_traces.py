@@ -62,7 +62,7 @@ class Trace(Distribution):
         counts = Counter(self._columns[client]) if client is not None else Counter()
         if counts and counts.most_common(1)[0][1] > 1:
             raise MisconfigurationException(
-                f"{path} has several rows of client={client!r} {counts.most_common(1)[0][0]!r}: leave one for each"
+                f"{path} has several rows of client={client!r} {counts.most_common(1)[0][0]!r}: keep one row for each"
             )
         self._values = []
         for row, given in enumerate(columns[column]):
@@ -89,13 +89,13 @@ class Trace(Distribution):
             holding = [name for name, values in self._columns.items() if wanted and set(wanted) <= set(values)]
             if holding and self._columns[holding[0]][:clients] != wanted:
                 raise MisconfigurationException(
-                    f"{self.path} has the clients' names in its column {holding[0]!r}, and without client= client i has"
-                    f" row i, whatever its name: give Trace(..., client={holding[0]!r})"
+                    f"{self.path} has the clients' names in its column {holding[0]!r}, but without client= row i is"
+                    f" assigned to client i, whatever its name: give Trace(..., client={holding[0]!r})"
                 )
             return self.draw(clients, generator)
         if wanted is None:
             raise MisconfigurationException(
-                f"Trace(client={self.client!r}) goes by the clients' names, and they have none: leave out client, or"
+                f"Trace(client={self.client!r}) looks up clients by name, but they have no names: leave out client, or"
                 " use a partition that names them, such as ByKey"
             )
         rows = dict(zip(self._columns[self.client], self._values, strict=True))

@@ -285,7 +285,7 @@ def check_same_experiment(
     by_name = [name for name, value in flatten(present) if isinstance(value, str) and _has_no_name_of_its_own(value)]
     if by_name:
         rank_zero_warn(
-            f"{', '.join(by_name)}: whether the checkpoint's run had the same function cannot be told, because it is a"
+            f"{', '.join(by_name)}: it is unknown whether the checkpoint's run had the same function, because it is a"
             " lambda or was defined in a function."
         )
 

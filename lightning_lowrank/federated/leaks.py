@@ -275,7 +275,8 @@ class Isolation:
             self._named.update(names)
             if names and self._stacked:
                 rank_zero_warn(
-                    f"steps change what an optimizer holds beside its state: {listed(names)}. Their values pass from"
+                    f"steps change attributes of an optimizer outside of its state: {listed(names)}. Their values pass"
+                    " from"
                     " one client to the next, whatever optimizer_state is: keep them in the optimizer's state or"
                     " param_groups."
                 )

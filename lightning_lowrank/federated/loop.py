@@ -372,7 +372,8 @@ class FederatedLoop(FederatedSettings, Callback):
         elif private and self._released and self._rounds is None and self.make_exchange is Coordinator:
             raise MisconfigurationException(
                 "an earlier fit with this FederatedLoop was private, and a new one would repeat its noise and count ε"
-                " from 0: go on with the same trainer or from a checkpoint, or make a FederatedLoop with another seed"
+                " from 0: continue with the same trainer or from a checkpoint, or make a FederatedLoop with another"
+                " seed"
                 " and add up both ε."
             )
         make = self.make_exchange
@@ -432,9 +433,9 @@ class FederatedLoop(FederatedSettings, Callback):
         is_intended = 0 in (trainer.max_epochs, trainer.max_steps, trainer.limit_train_batches) or trainer.should_stop
         if self._progress.client_steps == 0 and not is_intended:
             raise MisconfigurationException(
-                f"the fit is over after {trainer.current_epoch} rounds, and no client has made a step: the module is as"
-                f" it was. The last round had {self.plan.steps() if self.plan else 0} batches; the module's"
-                " on_train_batch_start() ends a round where it returns -1."
+                f"the fit is over after {trainer.current_epoch} rounds, and no client has made a step: the module is"
+                f" unchanged. The last round had {self.plan.steps() if self.plan else 0} batches; the module's"
+                " on_train_batch_start() ends a round if it returns -1."
             )
         if self.summary and trainer.is_global_zero:
             validated = [
@@ -585,7 +586,7 @@ class FederatedLoop(FederatedSettings, Callback):
         if "fingerprint" not in state_dict:
             raise MisconfigurationException(
                 "the checkpoint was saved by the server of real sites, whose clients' states it does not hold: no run"
-                " can go on from it. Load its weights into the module and begin a new run."
+                " can continue from it. Load its weights into the module and begin a new run."
             )
         processes = 1 if self._processes is None else self._processes.world_size
         if state_dict["progress"]["round_open"] and processes > 1:

@@ -124,8 +124,8 @@ class Rounds(OfTheRun):
         holder = int(np.argmax(data.planner.samples))
         if settings.algorithm.claims.needs_labels and data.labels_of(holder) is None:
             raise MisconfigurationException(
-                f"{settings.algorithm!r} reads the labels of clients' samples, and the training data has none that are"
-                " found: give FederatedLoop(labels=...), a function of the dataset."
+                f"{settings.algorithm!r} reads the labels of clients' samples, but no labels are found in the training"
+                " data: give FederatedLoop(labels=...), a function of the dataset."
             )
         data.group_key = self._group_key
         previous = None if before is None else before.execution
@@ -347,7 +347,7 @@ class Rounds(OfTheRun):
             self._lone_named = True
             of = f"{len(lone)} of {len(samples)} clients" if len(lone) > 1 else "a client"
             warnings.warn(
-                f"rounds go on without {of}, whose last batch has one sample: {listed([*map(str, lone)])}. BatchNorm"
+                f"rounds continue without {of}, whose last batch has one sample: {listed([*map(str, lone)])}. BatchNorm"
                 f" needs two in training. Set drop_last=True in the training loader, or another batch_size than"
                 f" {loader.batch_size}.",
                 stacklevel=2,
@@ -356,7 +356,7 @@ class Rounds(OfTheRun):
         return {*clients} <= {*lone}
 
     def _warn_of(self, clients: Sequence[int], reason: str) -> None:
-        warnings.warn(f"round {self._progress.round} goes on without {named(clients)}{reason}", stacklevel=2)
+        warnings.warn(f"round {self._progress.round} continues without {named(clients)}{reason}", stacklevel=2)
 
     def aggregate(self) -> None:
         """End the round, if one is open, and load the new global model into the module."""

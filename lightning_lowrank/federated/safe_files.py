@@ -142,7 +142,7 @@ class WholeCheckpoints(TorchCheckpointIO):
             if number not in _FULL:
                 raise
             raise MisconfigurationException(
-                f"the checkpoint {target} was not written, for its disk is full, and an earlier one is as it was: free"
+                f"the checkpoint {target} was not written, because its disk is full; an earlier one is unchanged: free"
                 f" space in {target.parent}, or set ModelCheckpoint(dirpath=..., save_top_k=1, save_last=False)."
             ) from error
         finally:
@@ -234,12 +234,12 @@ def check_whole(path: str | Path) -> None:
     others = [each for each in Path(path).parent.glob("*.ckpt") if each.is_file() and each.name != Path(path).name]
     others.sort(key=lambda each: each.stat().st_mtime, reverse=True)
     whole = next(filter(is_whole, others), None)
-    way_out = "there is no whole one beside it, so begin a new run"
+    way_out = "there is no complete one next to it, so begin a new run"
     if whole is not None:
-        way_out = f"the newest whole one beside it is {whole}: resume with ckpt_path={str(whole)!r}"
+        way_out = f"the newest complete one next to it is {whole}: resume with ckpt_path={str(whole)!r}"
     raise MisconfigurationException(
-        f"{path} is torn: its {Path(path).stat().st_size} bytes are not all that was to be written, as when a run is"
-        f" killed while it saves; {way_out}."
+        f"{path} is torn: its {Path(path).stat().st_size} bytes are incomplete, as after a run that was killed while"
+        f" it saved; {way_out}."
     )
 
 

@@ -68,7 +68,7 @@ class SplitPacket(Packet):
             DecodingError: If the bytes are no such packet.
         """
         if len(data) < _LENGTH.size:
-            raise DecodingError(f"{len(data)} bytes are less than the length of a broadcast's first part takes.")
+            raise DecodingError(f"{len(data)} bytes are too few for the length of a broadcast's first part.")
         end = _LENGTH.size + _LENGTH.unpack_from(data)[0]
         if end > len(data):
             raise DecodingError(f"a broadcast of {len(data):,} bytes claims a first part of {end - _LENGTH.size:,}.")
@@ -111,8 +111,8 @@ class Wire:
         coarse = [type(codec).__name__ for codec in uplink if codec.sparse or isinstance(codec, Sign)]
         if coarse and OwnCodec.of(algorithm).encodes_values:
             raise MisconfigurationException(
-                f"{name} sends the values of the numbers that it chooses, and after {coarse[0]} these could not be"
-                f" averaged: give uplink=[Half()] or [Quantize()], or leave it out; it is {list(uplink)!r}."
+                f"{name} sends the values of selected coordinates, which cannot be averaged after {coarse[0]}: give"
+                f" uplink=[Half()] or [Quantize()], or leave it out; it is {list(uplink)!r}."
             )
         if not downlink:
             return
@@ -129,7 +129,7 @@ class Wire:
         sparse = [type(codec).__name__ for codec in downlink if codec.sparse]
         if sparse and not self.downlink.error_feedback:
             raise MisconfigurationException(
-                f"downlink={downlink!r}: {sparse[0]} would set to zero the numbers of the model that it leaves out."
+                f"downlink={downlink!r}: {sparse[0]} would set the numbers of the model that it does not send to zero."
                 " Give the first codec error_feedback=True, so that differences are sent, or use Half() or Quantize()"
                 " alone."
             )

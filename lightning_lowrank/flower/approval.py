@@ -49,7 +49,7 @@ class EachOnce(yaml.SafeLoader):
         keys = [self.construct_object(key, deep=True) for key, _ in node.value]
         twice = [key for number, key in enumerate(keys) if key in keys[:number]]
         if twice:
-            raise yaml.constructor.ConstructorError(None, None, f"{twice[0]!r} is there twice", node.start_mark)
+            raise yaml.constructor.ConstructorError(None, None, f"{twice[0]!r} occurs twice", node.start_mark)
         return super().construct_mapping(node, deep)
 
 
@@ -131,8 +131,8 @@ class Approvals:
             return
         if not new_account and any(self.folder.glob("*.yaml")):
             raise misconfigured(
-                f"{file}, by which this site counts what its samples have cost, is not there, though recipes are"
-                " approved: put it back from a copy. --new-account begins one for samples that no study has used."
+                f"{file}, by which this site counts what its samples have cost, does not exist, although recipes are"
+                " approved: restore it from a backup. --new-account begins one for samples that no study has used."
             )
         private_folder(file.parent)
         with replacing(without_link(file)) as part, private_files():
@@ -206,7 +206,7 @@ def filled(content: Any, values: Mapping[str, Any], data_root: str | None = None
         return {key: filled(value, values, data_root) for key, value in content.items()}
     name = content["site"]
     if name not in values and "default" not in content and not (name == "root" and data_root is not None):
-        raise misconfigured(f"the recipe leaves {name!r} to each site: give it in the file that the site names as site")
+        raise misconfigured(f"the recipe leaves {name!r} to each site: give it in the site's file of own values (site)")
     value = values.get(name, content.get("default", "."))
     if data_root is None or not isinstance(value, str):
         return value
@@ -267,8 +267,8 @@ def check_reads_nothing(content: Any) -> None:
     for place, value in places_of(content):
         if isinstance(value, str) and (_FILE_OR_ADDRESS.fullmatch(value) or _is_file(value)):
             raise misconfigured(
-                f"{place}={value!r} is a file or an address, and a site approves a recipe that reads nothing else:"
-                f" leave it out, or give it as one of {', '.join(_OWN)}, which each site fills in."
+                f"{place}={value!r} is a file or an address, which a recipe for approval must not read: leave it out,"
+                f" or give it as one of {', '.join(_OWN)}, which each site fills in."
             )
 
 

@@ -108,7 +108,7 @@ class Members:
                 f"it is client {client} of {answer.clients}, and the recipe has {clients} clients, from 0"
             )
         if self._nodes and (client >= len(self._nodes) or self._nodes[client] != node):
-            raise DecodingError(f"client {client}: `nodes` has another node for it")
+            raise DecodingError(f"client {client}: `nodes` lists another node for it")
         if answer.rank > self._rank_limit:
             most = f"at most {self._rank_limit} here" if self._rank_limit else "none of its own in this study"
             raise DecodingError(f"client {client}: it states rank {answer.rank}, and a client has {most}")
@@ -154,7 +154,7 @@ class Members:
         elif owner.secret != new.secret:
             raise DecodingError(
                 f"client {client}: its site is node {owner.node}, but this node does not have that node's secret. A"
-                " site whose state file is gone is known again only if its SuperNode authenticates itself"
+                " site whose state file is gone is recognised only if its SuperNode authenticates itself"
             )
 
     @property
@@ -278,9 +278,9 @@ class Admission:
             message = str(error) if isinstance(error, DecodingError) else described(error)
             reason = f"node {node}: {printable(message)}"
             self._refused[node] = time.monotonic(), reason
-            rank_zero_warn(f"a site that came is left out: {reason}")
+            rank_zero_warn(f"a site that asked to join is refused: {reason}")
             return set()
         if lost is None:
             return set()
-        rank_zero_warn(f"the site of client {lost} has lost what it kept of earlier rounds: it goes on as a new one.")
+        rank_zero_warn(f"the site of client {lost} has lost its state of earlier rounds: it continues as a new one.")
         return {lost}

@@ -162,7 +162,7 @@ class JoinAnswer:
         if answer.last_broadcast < -1 or min(counts) < 0 or (answer.batches and not answer.samples):
             raise DecodingError(
                 f"it states {answer.samples} samples, {answer.batches} batches, rank {answer.rank} and round"
-                f" {answer.last_broadcast}, which cannot be."
+                f" {answer.last_broadcast}, which is impossible."
             )
         if len(answer.secret) > _LONGEST_SECRET:
             raise DecodingError(f"its secret has {len(answer.secret):,} letters.")

@@ -175,7 +175,7 @@ class Policy:
             PolicyViolation: If the policy asks for secure aggregation.
         """
         if self.secure_aggregation:
-            raise self._violation("secure_aggregation", "true", "the server would see the site's answer by itself")
+            raise self._violation("secure_aggregation", "true", "the server would see the single answer of this site")
 
     def check_protocol(self, configuration: Mapping[str, Any]) -> None:
         """Refuse secure aggregation of fewer than ``min_clients`` sites; ``configuration`` is the server's.

@@ -128,14 +128,15 @@ def check_optimizers(trainer: pl.Trainer, module: pl.LightningModule) -> None:
         interval = next((each for each in intervals if each is not None), None)
         if interval is not None:
             raise MisconfigurationException(
-                f"{type(optimizer).__name__}(refresh_interval={interval}) counts its steps on from client to client,"
-                " and sites know nothing of each other's steps: set refresh_interval=None, with which a method such as"
+                f"{type(optimizer).__name__}(refresh_interval={interval}) continues its count of steps from client to"
+                " client, but sites do not know each other's steps: set refresh_interval=None, with which a method"
+                " such as"
                 " FedSLoP renews the subspaces."
             )
     for config in trainer.lr_scheduler_configs:
         if config.interval == "step" or not module.automatic_optimization:
             raise MisconfigurationException(
-                f"{type(config.scheduler).__name__} steps within clients, and sites know nothing of each other's steps:"
+                f"{type(config.scheduler).__name__} steps within clients, but sites do not know each other's steps:"
                 " use interval='epoch', which is once a round, and automatic optimization."
             )
 

@@ -270,9 +270,9 @@ class RemoteRounds(Callback):
         began = sites["secure_aggregation"]
         if began != self.secure_aggregation:
             raise MisconfigurationException(
-                f"the study began with secure-aggregation={str(began).lower()}, and cannot go on with"
-                f" secure-aggregation={str(self.secure_aggregation).lower()}: give it the setting that it had, or begin"
-                " another one (study)."
+                f"the study began with secure-aggregation={str(began).lower()}, and cannot continue with"
+                f" secure-aggregation={str(self.secure_aggregation).lower()}: use its first setting, or begin another"
+                " study (study)."
             )
         self._restored = state_dict
 
@@ -357,8 +357,8 @@ class RemoteRounds(Callback):
                 return
             if time.monotonic() > deadline:
                 rank_zero_warn(
-                    f"the study goes on without the sites of clients {missing}, which have not come back within"
-                    f" {self.start_timeout:g} s; they may come later."
+                    f"the study continues without the sites of clients {missing}, which did not rejoin within"
+                    f" {self.start_timeout:g} s; they may join later."
                 )
                 return
             time.sleep(self.poll)
@@ -387,7 +387,7 @@ class RemoteRounds(Callback):
             self._refuse(outcome, late)
             for client in late:
                 outcome.arrivals.remove(client)
-                rank_zero_warn(f"round {plan.round} goes on without the site of client {client}: {late[client]}")
+                rank_zero_warn(f"round {plan.round} continues without the site of client {client}: {late[client]}")
         self.coordinator.show_global(live)
         steps = sum(self.members.batches[client] for client in outcome.arrivals)
         self._client_steps += steps
@@ -434,7 +434,7 @@ class RemoteRounds(Callback):
             )
         if missing:
             rank_zero_warn(
-                f"the study begins without the sites of clients {first_ten(missing)}, which have not come within"
+                f"the study begins without the sites of clients {first_ten(missing)}, which did not join within"
                 f" {self.start_timeout:g} s, and take no part in it.{refused}"
             )
         members.begin(count, absent=missing)
@@ -459,7 +459,7 @@ class RemoteRounds(Callback):
             self._new_resets |= self._admission.admit_all(wait=min(self.round_timeout, _WAIT_FOR_NEW))
             self._ask(plan, options, live, outcome)
             for client, reason in sorted(outcome.failures.items()):
-                rank_zero_warn(f"round {plan.round} goes on without the site of client {client}: {reason}")
+                rank_zero_warn(f"round {plan.round} continues without the site of client {client}: {reason}")
             if len(outcome.arrivals) >= needed:
                 self._spoilers = set()
                 return outcome
@@ -469,8 +469,8 @@ class RemoteRounds(Callback):
                 few = len(self._spoilers) < others and others >= needed
                 if few and not outcome.passing and self.coordinator.private is None:
                     rank_zero_warn(
-                        f"round {plan.round} is passed over, and the global model stays as it is: of its"
-                        f" {len(plan.clients)} sites, {len(outcome.arrivals)} sent what can be used."
+                        f"round {plan.round} is skipped, and the global model is unchanged: of its"
+                        f" {len(plan.clients)} sites, {len(outcome.arrivals)} sent a usable answer."
                     )
                     return outcome
                 reasons = "; ".join(f"client {client}: {reason}" for client, reason in sorted(outcome.failures.items()))
@@ -571,7 +571,7 @@ class RemoteRounds(Callback):
         except DecodingError:
             # A malformed reply is refused later, as an answer.
             return False
-        outcome.failures[client] = "it has lost what it kept of earlier rounds"
+        outcome.failures[client] = "it has lost its state of earlier rounds"
         if -1 <= last_broadcast < self.members.last_broadcast[client] and client not in self._unconfirmed_resets:
             self.members.last_broadcast[client] = last_broadcast
             self._new_resets.add(client)
@@ -605,7 +605,7 @@ class RemoteRounds(Callback):
             same = each.schema == schema and equal_tensors(reference(algorithm, base, each.received), known)
             if not same or each.codec is not None or schema.flexible:
                 raise MisconfigurationException(
-                    "secure-aggregation sums up changes of the same values in the same encoding, and"
+                    "secure-aggregation sums changes of the same tensors in the same encoding, but"
                     f" {type(algorithm).__name__} sends or expects others of client {client}."
                 )
         # No bytes of Flower's arrays are allowed, because masked numbers are sent as fields.
@@ -623,8 +623,8 @@ class RemoteRounds(Callback):
             reason = coordinator.refused(coordinator.info(client), self.members.batches[client], nbytes)
             if reason is not None:
                 raise MisconfigurationException(
-                    f"stages={self.loop.stages!r}: one refuses what the site of client {client} sent ({reason}), of"
-                    " which secure-aggregation has the sum alone: leave it out."
+                    f"stages={self.loop.stages!r}: one of them refuses the answer of client {client}'s site"
+                    f" ({reason}), but secure-aggregation only has the sum of all answers: leave it out."
                 )
         for client in arrived:
             self.members.last_broadcast[client] = coordinator.server.round

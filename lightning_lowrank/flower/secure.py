@@ -65,7 +65,9 @@ def check_secure(settings: FederatedSettings, min_sites: int) -> None:
     }
     reason = next((reason for reason, wrong in refused.items() if wrong), None)
     if reason is not None:
-        raise MisconfigurationException(f"secure-aggregation shows the server a sum of answers alone, and {reason}.")
+        raise MisconfigurationException(
+            f"secure-aggregation shows the server only the sum of the answers, but {reason}."
+        )
     if not internals.has_secure_aggregation():
         raise MisconfigurationException("secure-aggregation needs SecAgg+ of Flower 1.41, which this Flower lacks.")
 
@@ -164,7 +166,7 @@ def read_request(message: Message) -> tuple[dict[str, Any], dict[int, bytes]]:
         numbers = [int(text) for text in str(fields.pop(_NUMBERS)).split(",") if text]
         return fields, dict(zip(numbers, payloads, strict=True))
     except (KeyError, ValueError, TypeError) as error:
-        raise DecodingError(f"the request for a secure sum has another form: {error!r}") from error
+        raise DecodingError(f"the request for a secure sum is malformed: {error!r}") from error
 
 
 def write_answer(message: Message, context: Context, changes: Mapping[str, Tensor], weight: int) -> Message:

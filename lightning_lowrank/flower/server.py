@@ -112,12 +112,12 @@ def serve(
             try:
                 lock.acquire(timeout=0)
             except Timeout:
-                rank_zero_info(f"another process saves this study's state in {state}; its end is waited for")
+                rank_zero_info(f"waiting for the end of another process, which saves this study's state in {state}")
                 lock.acquire(timeout=_WAIT_FOR_END)
         except Timeout:
             raise MisconfigurationException(
-                f"this study is going on in another process, which saves its state in {state}: wait for its end, or"
-                " give this one another name (study)."
+                f"this study runs in another process, which saves its state in {state}: wait for its end, or"
+                " give this run another study name (study)."
             ) from None
         try:
             return run()
@@ -157,7 +157,7 @@ def _serve(
     if state is not None:
         callbacks.append(_KeepState(state))
         if state.exists():
-            rank_zero_info(f"the study goes on from {state}; to start again, delete that file")
+            rank_zero_info(f"the study continues from {state}; to start again, delete that file")
             fit["ckpt_path"] = state
     with warnings.catch_warnings():
         for warning in ("train_dataloader yielded None", "Detected call of `lr_scheduler.step\\(\\)` before"):

@@ -228,17 +228,18 @@ class Site:
         """
         self._check_again()
         if not 0 <= number < self.rounds:
-            raise MisconfigurationException(f"round {number} was asked of a study of {self.rounds} rounds, from 0.")
+            raise MisconfigurationException(f"round {number} was requested in a study of {self.rounds} rounds, from 0.")
         kept = self._kept
         if number < kept.followed:
             raise MisconfigurationException(
-                f"round {number} was asked of client {self.client}, which has made round {kept.followed}."
+                f"round {number} was requested of client {self.client}, which has made round {kept.followed}."
             )
         if number == kept.followed:
             if secure != kept.secure:
                 forms = {True: "as a change for a secure sum", False: "in clear"}
                 raise MisconfigurationException(
-                    f"round {number} was asked of client {self.client} {forms[secure]}, and it has answered that round"
+                    f"round {number} was requested of client {self.client} {forms[secure]}, and it has answered that"
+                    " round"
                     f" {forms[kept.secure]}: give the server the setting secure-aggregation={str(kept.secure).lower()}"
                     " with which it began the round."
                 )
@@ -364,14 +365,14 @@ class Site:
             damaged = self._file.with_suffix(".damaged")
             self._file.replace(damaged)
             rank_zero_warn(
-                f"{self._file}, what client {self.client} keeps from round to round, cannot be read"
-                f" ({described(error)}). It is now {damaged.name}, and the site goes on as a new client: what it kept"
-                " of earlier rounds is lost."
+                f"{self._file}, the state of client {self.client} between rounds, cannot be read"
+                f" ({described(error)}). It was renamed to {damaged.name}, and the site continues as a new client,"
+                " without its state of earlier rounds."
             )
             return
         if kept.seed != self._kept.seed:
             raise MisconfigurationException(
-                f"the study began with seed={kept.seed}, and is now to go on with {self.seed}."
+                f"the study began with seed={kept.seed}, but would continue with {self.seed}."
             )
         self._kept = kept
 

@@ -36,7 +36,9 @@ _COUNTERS = (
 class TurnLoader:
     """The training loader that Lightning gets in a federated fit: it yields a round's turn numbers, not batches.
 
-    Lightning shows it as ``trainer.train_dataloader``. Its length is the number of turns or, while a client trains, that client's number of batches. All other attributes, such as ``dataset`` and ``batch_size``, are those of the user's loader.
+    Lightning shows it as ``trainer.train_dataloader``. Its length is the number of turns or, while a client trains,
+    that client's number of batches. All other attributes, such as ``dataset`` and ``batch_size``, are those of the
+    user's loader.
 
     Args:
         trainer: The trainer.

@@ -50,7 +50,7 @@ def check_namespace(trainer: Any, module: Any) -> None:
             raise MisconfigurationException(
                 f"{type(part).__name__} is a class of the package pytorch_lightning, and lightning_lowrank works with"
                 " lightning.pytorch, which has the same classes again: import from lightning.pytorch in place of"
-                " pytorch_lightning everywhere (`import lightning.pytorch as pl`). Where a library imports it, call"
+                " pytorch_lightning everywhere (`import lightning.pytorch as pl`). If a library imports it, call"
                 " lightning_lowrank.alias_pytorch_lightning() before that library's import."
             )
 
@@ -242,8 +242,8 @@ def refuse_unseen_steps(trainer: Any, acting: str) -> Callable[[], None]:
         if is_training(trainer) and counted.ready == counted.completed:
             raise MisconfigurationException(
                 f"training_step calls step() of {type(optimizer).__name__} itself, as by"
-                f" self.optimizers(use_pl_optimizer=False), and {acting} would have no part in that step: call step()"
-                " of what self.optimizers() returns."
+                f" self.optimizers(use_pl_optimizer=False), and {acting} would be left out of that step: call step()"
+                " of the optimizers that self.optimizers() returns."
             )
 
     for optimizer in trainer.optimizers:

@@ -50,8 +50,9 @@ def dense_checkpoint(
         layers = [LayerSpec.from_dict(layer) for layer in callbacks["LowRank"].get("layers", [])]
     if module is None and callbacks[TRAINED_CHECKPOINTS].get("base"):
         raise misconfigured(
-            f"{path} holds only what was trained: use lightning_lowrank.load_dense(path, module), where the module has"
-            " the weights that the run began with, or, on the command line, the run's --config; or write an adapter"
+            f"{path} holds only trained tensors: use lightning_lowrank.load_dense(path, module) with a module that has"
+            " the weights with which the run began or, on the command line, give the run's --config; or write an"
+            " adapter"
             " folder with --format peft."
         )
     if module is not None:
@@ -88,7 +89,7 @@ def put_back(checkpoint: dict[str, Any], own: Mapping[str, Tensor | None], where
     other = sorted(name for name, digest in digests.items() if found[name] != digest)
     if other:
         raise misconfigured(
-            f"the checkpoint goes on from other frozen weights than {where} has: {len(other)} of {len(digests)} differ,"
+            f"the checkpoint belongs to other frozen weights than {where} has: {len(other)} of {len(digests)} differ,"
             f" {listed(other)}. Build the module from the pretrained weights that the run began with."
         )
     checkpoint["state_dict"].update({name: own[name].detach() for name in digests})  # type: ignore[union-attr]
@@ -225,7 +226,7 @@ def _read(path: str | Path, client: int | str | None) -> dict[str, Any]:
         objects = _objects_in(path) if isinstance(error, pickle.UnpicklingError) else []
         if objects:
             raise misconfigured(
-                f"{path} is not read, because it holds objects beside tensors and plain Python: {listed(objects)}."
+                f"{path} is not read, because it holds objects other than tensors and plain Python: {listed(objects)}."
                 " They are often hyperparameters, which are then in all checkpoints of the run: call"
                 " save_hyperparameters(ignore=[...]). If you trust the file, read it inside"
                 " torch.serialization.safe_globals([...]) with these classes and functions."
@@ -344,7 +345,7 @@ def _refuse_unlike_judged(
     whole = [number for number in sorted(own) if own[number] and number not in unlike]
     raise misconfigured(
         f"client {client}'s own model cannot be taken from {path}: with these settings of"
-        f" {fingerprint['algorithm']['class']} it is a part of the global model, of less width or rank, and the"
+        f" {fingerprint['algorithm']['class']} it is a part of the global model, of smaller width or rank, and the"
         " checkpoint does not hold that part. Take the global model, without a client"
         + (f"; or a client that has all of it: {listed([str(number) for number in whole])}." if whole else ".")
     )

@@ -127,8 +127,8 @@ def export_adapter(
     told = trained_in_fits(module) or not factors or any(factor.requires_grad for factor in factors)
     if base is None and not told:
         raise misconfigured(
-            "no factor requires a gradient, as after freeze(), so that what else was trained cannot be told: call"
-            " unfreeze() or requires_grad_() for what was trained, or export_adapter(module, folder,"
+            "no factor requires a gradient, as after freeze(), so that the trained parameters are unknown: call"
+            " unfreeze() or requires_grad_() for them, or export_adapter(module, folder,"
             " base=pretrained_network)."
         )
     return write_adapter(described, module.state_dict(), folder, prefix, base, sums)
@@ -184,7 +184,7 @@ def write_adapter(
         raise misconfigured(
             f"{listed(outside)} {'are' if len(outside) > 1 else 'is'} trained outside {root.removesuffix('.')!r}, to"
             ' which names in the folder would be relative: give prefix="" to make the whole module the base model, or'
-            " freeze what is outside."
+            " freeze the parameters outside."
         )
     changed = _changed(described, tensors, root, base)
     layers, tensors = _with_changes(described.layers, tensors, changed, root, base, sums)
@@ -317,8 +317,8 @@ def wrapped_tensors(module: nn.Module) -> dict[str, Tensor]:
         return found
     if not str(start).lower().startswith(_TAKEN_OUT):
         raise misconfigured(
-            f"init_lora_weights={start!r} changed the base weights when PEFT wrapped the model, and they cannot be told"
-            " from the adapters: load the checkpoint into the module, and call"
+            f"init_lora_weights={start!r} changed the base weights when PEFT wrapped the model, and they cannot be"
+            " recovered from the adapters: load the checkpoint into the module, and call"
             " lightning_lowrank.export_adapter(module, folder, base=pretrained_network)."
         )
     parameters = dict(network.named_parameters())
@@ -442,7 +442,7 @@ def _put_changes(
     except ValueError as error:
         if base is None:
             return ()
-        raise misconfigured(f"changes of the base weights cannot be told: {error}") from error
+        raise misconfigured(f"changes of the base weights are unknown: {error}") from error
     ranks: dict[str, int] = {}
     alphas: dict[str, float] = {}
     for layer, found in adapters.items():
@@ -526,8 +526,8 @@ def _write(folder: Path, config: Any, tensors: Mapping[str, Tensor]) -> Path:
     objects = [name for name, value in tensors.items() if not isinstance(value, Tensor)]
     if objects:
         raise misconfigured(
-            f"{listed(objects)} of what is saved whole is no tensor, as get_extra_state() may return, and an adapter"
-            f" folder holds tensors alone: {_DENSE}."
+            f"{listed(objects)} of the modules to save is no tensor, as get_extra_state() may return, but an adapter"
+            f" folder holds only tensors: {_DENSE}."
         )
     # A set has another order in each process.
     fields = {name: sorted(value) if isinstance(value, set) else value for name, value in config.to_dict().items()}
@@ -572,8 +572,8 @@ def _name_targets(config: Any, described: Outline, names: Collection[str], root:
     hidden += [name for name in {*others, *names}.difference(saved, hidden) if name.endswith(tuple(saved))]
     if hidden:
         raise misconfigured(
-            f"modules_to_save={saved} were trained whole, and PEFT, which matches modules_to_save by the ends of names,"
-            f" would take {listed(sorted(hidden))} for them: rename the modules, or {_DENSE}."
+            f"modules_to_save={saved} were trained whole, but PEFT matches modules_to_save by the ends of names and"
+            f" would save {listed(sorted(hidden))} too: rename the modules, or {_DENSE}."
         )
     if any(check_target_module_exists(config, name) for name in others):
         config.target_modules = "|".join(re.escape(name) for name in names)

@@ -109,7 +109,7 @@ def import_adapter(folder: str | Path, module: nn.Module, *, prefix: str | None 
     if existing and existing.keys() != adapters.keys():
         unlike = sorted(existing.keys() ^ adapters.keys())
         raise misconfigured(
-            f"the module's low-rank layers are not those of {folder}, but differ in {listed(unlike)}: convert the"
+            f"the module's low-rank layers differ from those of {folder} in {listed(unlike)}: convert the"
             " folder's layers (`include`), or none."
         )
     described = {layer.name: layer for layer in outline(module).layers}

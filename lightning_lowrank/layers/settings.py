@@ -235,8 +235,8 @@ class LowRankSettings(LayerSettings):
             raise ValueError(f'skip may hold "first" and "last", but holds {unknown}; name other layers in exclude.')
         if self.keep_trained and not self.freeze_rest:
             raise ValueError(
-                f"keep_trained={self.keep_trained!r} says what freeze_rest leaves trained: set freeze_rest=True, or "
-                "leave it out to train everything."
+                f"keep_trained={self.keep_trained!r} lists exceptions from freeze_rest: set freeze_rest=True, or leave"
+                " keep_trained out to train everything."
             )
 
     def _check_size(self) -> None:

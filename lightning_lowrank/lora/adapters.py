@@ -110,7 +110,7 @@ class Adapter(ABC):
 
     @separate_change.setter
     def separate_change(self, parts: Parts) -> None:
-        raise ValueError(f"layer {self.name!r} is not quantised: its base weight itself takes changes.")
+        raise ValueError(f"layer {self.name!r} is not quantised: changes are added to its base weight itself.")
 
     @torch.no_grad()
     def summed_change(self, parts: Parts, change: LowRankPair | Tensor) -> Parts:
@@ -278,7 +278,7 @@ class _PeftAdapter(Adapter):
     @separate_change.setter
     def separate_change(self, parts: Parts) -> None:
         if not self.quantised:
-            raise ValueError(f"layer {self.name!r} is not quantised: its base weight itself takes changes.")
+            raise ValueError(f"layer {self.name!r} is not quantised: changes are added to its base weight itself.")
         base = self._layer.get_base_layer()
         if parts or change_in(base):
             set_change(base, parts)

@@ -182,8 +182,8 @@ class ProjectedOptimizer(Optimizer, ABC):
         gradient, known[1].change.grad = known[1].change.grad, None
         if parameter.grad is not None:
             raise RuntimeError(
-                "a weight whose steps are deferred has a gradient of its own: something has computed with it, and not"
-                " with its change."
+                "a weight whose steps are deferred has a gradient of its own: the training step used it without its"
+                " deferred change."
             )
         return gradient
 

@@ -131,8 +131,8 @@ class DeferredWeights:
 
 def _refused(function: Any) -> NotImplementedError:
     return NotImplementedError(
-        f"{getattr(function, '__name__', function)} is called for a weight whose steps in a subspace are kept apart"
-        " from it while clients step together"
+        f"{getattr(function, '__name__', function)} is called with a weight whose steps are deferred while clients"
+        " step together"
     )
 
 

@@ -299,8 +299,8 @@ def test_line_ends_and_byte_order_marks_of_windows_are_no_part_of_a_text(tmp_pat
         ({"eval_batch_size": -1}, "eval_batch_size"),
         ({"max_length": 0}, "max_length"),
         ({"num_workers": -1}, "num_workers"),
-        ({"labels": ["0"]}, "labels must be two or more"),
-        ({"labels": ["0", "0"]}, "labels must be two or more"),
+        ({"labels": ["0"]}, "labels must list two or more"),
+        ({"labels": ["0", "0"]}, "labels must list two or more"),
     ],
 )
 def test_wrong_arguments_are_refused_at_once(arguments, message):

@@ -49,7 +49,7 @@ def run(tmp_path, module=None, algorithm=None, data=None, callbacks=(), before=(
     with warnings.catch_warnings(record=True) as told:
         warnings.simplefilter("always")
         fitted.fit(module, data or Data(TensorDataset(*(t[:75] for t in blobs().tensors))), **(fit or {}))
-    said = [str(each.message) for each in told if "goes on without" in str(each.message)]
+    said = [str(each.message) for each in told if "continues without" in str(each.message)]
     return module, loop, figures.rounds, said
 
 
@@ -77,7 +77,7 @@ def assert_left_out(failed, expected, tolerance=0.0):
     assert logged["federated/samples"] == expected[2][ROUND]["federated/samples"]
     assert logged["comm/up_bytes"] == expected[2][ROUND]["comm/up_bytes"]
     (said,) = failed[3]
-    assert f"round {ROUND} goes on without client {BAD}: " in said
+    assert f"round {ROUND} continues without client {BAD}: " in said
 
 
 class Poisoned(Module):

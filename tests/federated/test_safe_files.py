@@ -125,7 +125,7 @@ def test_a_torn_checkpoint_is_named_with_the_newest_whole_one(tmp_path, damage):
         make_run(tmp_path, ckpt_path=path)
     for each in tmp_path.glob("epoch=[01].ckpt"):
         each.unlink()
-    with pytest.raises(MisconfigurationException, match="no whole one beside it"):
+    with pytest.raises(MisconfigurationException, match="no complete one next to it"):
         make_run(tmp_path, ckpt_path=path)
 
 

@@ -228,7 +228,7 @@ def test_sites_that_are_something_else_are_refused(tmp_path, monkeypatch):
     other = fast(tmp_path, {"seed_everything": 4}, "other.yaml")
     cases = [
         ({"partition_id": 0}, other, "client 0: it runs another recipe"),
-        ({}, recipe, "does not say which client it is"),
+        ({}, recipe, "has no client number"),
         ({"partition_id": 3}, recipe, "partition-id=3, and the recipe has 3 clients"),
         ({"partition_id": 0, "num_partitions": 5}, recipe, "num-partitions=5 .* has 3 clients"),
         ({"partition_id": 0, "own_data": "false"}, recipe, "like own-data=true, got 'false'"),

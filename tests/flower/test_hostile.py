@@ -291,7 +291,7 @@ def test_a_site_without_its_file_goes_on_as_a_new_one(tmp_path, monkeypatch, nam
         grid.before = before
 
     served, _ = run_on_sites(recipe, tmp_path, fresh=True, prepare=prepare)
-    assert any("lost what it kept" in line and "client 1" in line for line in told)
+    assert any("lost its state" in line and "client 1" in line for line in told)
     # It misses the round in which it says so, and takes part in the next one.
     assert forgotten == [(2, 1)]
     assert served.callback_metrics["federated/clients"] == 3

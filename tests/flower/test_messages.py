@@ -124,7 +124,7 @@ def test_what_the_method_would_send_is_taken(codec):
         ({**TENSORS, "bias": torch.zeros(5).double()}, r"'bias'.*torch\.float64"),
         ({**TENSORS, "bias": torch.tensor([0.0, 1.0, float("nan"), 0.0, 0.0])}, "'bias'"),
         ({**TENSORS, "weight": torch.full((12, 7), float("inf"))}, "'weight'"),
-        ({**TENSORS, "more": torch.zeros(50_000)}, "bytes came, and what is expected here has at most"),
+        ({**TENSORS, "more": torch.zeros(50_000)}, "bytes were received, but the expected message has at most"),
     ],
 )
 def test_other_tensors_are_refused_by_name(tensors, said):

@@ -200,7 +200,7 @@ def test_a_site_that_has_lost_what_it_kept_hears_it_again(tmp_path, monkeypatch)
     told: list[str] = []
     monkeypatch.setattr(remote_rounds, "rank_zero_warn", told.append)
     run_on_sites(recipe, tmp_path, prepare=prepare, min_sites=2, secure_aggregation=True)
-    assert told == ["round 2 goes on without the site of client 0: it has lost what it kept of earlier rounds"]
+    assert told == ["round 2 continues without the site of client 0: it has lost its state of earlier rounds"]
     kept = {file.stem[-1]: load(file)["frozen"] for file in (tmp_path / "state").glob("study_*.safetensors")}
     assert any("frozen" in name for name in kept["1"])
     for name, value in kept["1"].items():
@@ -227,7 +227,7 @@ def test_a_study_goes_on_as_it_began(tmp_path, monkeypatch, secure):
         with pytest.raises(Killed):
             run_on_sites(recipe, tmp_path, min_sites=2, secure_aggregation=secure, state=state)
     began, other = (str(each).lower() for each in (secure, not secure))
-    told = f"began with secure-aggregation={began}, and cannot go on with secure-aggregation={other}"
+    told = f"began with secure-aggregation={began}, and cannot continue with secure-aggregation={other}"
     with pytest.raises(MisconfigurationException, match=told):
         run_on_sites(recipe, tmp_path, min_sites=2, secure_aggregation=not secure, state=state)
 

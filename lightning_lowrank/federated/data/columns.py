@@ -117,7 +117,7 @@ def refuse_missing(missing: Sequence[int], samples: int, source: str) -> None:
     if missing:
         raise MisconfigurationException(
             f"{len(missing)} of {samples} entries of {source} are missing (None or NaN), such as number {missing[0]}:"
-            " fill them in, as by 'unknown', or leave these samples out by torch.utils.data.Subset."
+            " fill them in, for example with 'unknown', or leave these samples out by torch.utils.data.Subset."
         )
 
 

@@ -54,7 +54,7 @@ class _Division:
         if self.total not in (None, size):
             raise MisconfigurationException(
                 f"indices says the client of each of {self.total:,} samples, and there are {size:,}: give a client for"
-                " each sample, or the indices of each client's."
+                " each sample, or each client's sample indices."
             )
         given = ClientIndices(self.indices, size, self.names, sizes=self.sizes)
         return given if rows is None else self._of_rows(given, rows)
@@ -209,7 +209,7 @@ def _of_owners(content: Any, places: np.ndarray | None = None) -> _Division:
     if owners.dtype.kind in "iu" and len(owners) and owners.min() < 0:
         raise MisconfigurationException(
             f"indices says that sample {int(owners.argmin())} has the client {owners.min()}: clients are numbered from"
-            " 0. To leave samples out, give the indices of each client's."
+            " 0. To leave samples out, give each client's sample indices instead."
         )
     found, codes = np.unique(owners, return_inverse=True)
     order = _sorted_clients(dict(zip(found.tolist(), range(len(found)), strict=True)))

@@ -93,7 +93,7 @@ class LabelTable(Partition):
             if not asked.all():
                 raise MisconfigurationException(
                     f"counts has no sample of the labels {first_ten(names[asked == 0].tolist())}, which the training"
-                    " set has, so that proportions=True has none for them: leave it out."
+                    " set has, so that proportions=True has no proportions for them: leave it out."
                 )
             ends = (table.cumsum(1).double() / asked[:, None] * sizes[:, None]).round().long()
             table = ends.diff(dim=1, prepend=torch.zeros(len(names), 1, dtype=torch.int64))

@@ -85,8 +85,8 @@ def check_loader(loader: Any, training: bool = True, weighted: bool = False) -> 
         )
     if type(loader).__iter__ is not DataLoader.__iter__:
         raise MisconfigurationException(
-            f"{needed} {type(loader).__name__} iterates in its own way, which would be replaced: put what it does into"
-            " the dataset or collate_fn."
+            f"{needed} {type(loader).__name__} has its own __iter__(), which would be replaced: move its work into the"
+            " dataset or collate_fn."
         )
     if loader.batch_size is None:
         sized = _with_batch_size(loader)

@@ -423,8 +423,8 @@ class LabelCount(_ByGroup):
         scarce = holders > class_sizes
         if scarce.any():
             rank_zero_warn(
-                f"the labels {_chosen(names, scarce)} have fewer samples than holders: some clients hold"
-                f" fewer than labels_per_client={self.labels_per_client} labels."
+                f"the labels {_chosen(names, scarce)} have fewer samples than clients that should hold them: some"
+                f" clients get fewer than labels_per_client={self.labels_per_client} labels."
             )
 
 
@@ -484,8 +484,9 @@ class ByKey(Partition):
         """See `Partition.divide_evaluation`: a client's samples by key; those of unknown keys belong to no client."""
         if self.file is not None:
             raise MisconfigurationException(
-                f"personal_test='by_client' needs the keys of the evaluation samples, and file={self.file!r} has those"
-                " of the training samples: keep them with both data sets, or use FromIndices with 'train' and 'test'."
+                f"personal_test='by_client' needs the keys of the evaluation samples, and file={self.file!r} has only"
+                " those of the training samples: store the keys in both data sets, or use FromIndices with 'train' and"
+                " 'test'."
             )
         column = client_column(dataset, str(self.key))
         keys = np.asarray(self.find_keys(dataset) if column is None else column)

@@ -134,7 +134,7 @@ class _Unpickler(pickle.Unpickler):
         return found
 
     def persistent_load(self, key: Any) -> Any:
-        raise pickle.UnpicklingError("it refers to objects in other places")
+        raise pickle.UnpicklingError("it refers to objects outside of the file")
 
 
 def _unpickled(file: BinaryIO) -> Any:

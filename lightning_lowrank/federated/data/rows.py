@@ -67,7 +67,7 @@ def rows_of(dataset: Any) -> Rows | None:
         if len(found.numbers) != len(dataset):
             raise MisconfigurationException(
                 f"{type(dataset).__name__}.rows has the rows of {len(found.numbers)} samples, and there are"
-                f" {len(dataset)}: set it to None, or to the rows of these."
+                f" {len(dataset)}: set it to None, or to the rows of these samples."
             )
         return found
     if isinstance(dataset, Subset):

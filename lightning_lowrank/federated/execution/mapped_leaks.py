@@ -120,15 +120,15 @@ class MappedStepGuard:
         for name, item in reachable("self", self._module):
             if isinstance(item, (list, set, deque)) and any(map(_is_of_clients, item)):
                 raise CannotMap(
-                    f"it leaves values of its clients in {as_code(name)}, where they mean nothing after the step; log"
+                    f"it stores clients' values in {as_code(name)}, where they have no meaning after the step; log"
                     " them, or clear it at the end of the step"
                 )
             if isinstance(item, dict):
                 found = [key for key, value in item.items() if _is_of_clients(value)]
                 if found and name.endswith("._buffers"):
                     raise CannotMap(
-                        f"it replaces the buffer {as_code(f'{name}.{found[0]}')}, which is not persistent and therefore"
-                        " one for all clients; register it with persistent=True"
+                        f"it replaces the buffer {as_code(f'{name}.{found[0]}')}, which is not persistent and"
+                        " therefore shared by all clients; register it with persistent=True"
                     )
                 self._replaced += [(item, key, as_code(f"{name}.{key}")) for key in found]
 
@@ -164,7 +164,7 @@ class _Placeholder(Tensor):
         values = [*arguments, *(keywords or {}).values()]
         values += [each for value in values if isinstance(value, (list, tuple)) for each in value]
         name = next((value.place for value in values if isinstance(value, _Placeholder)), "an attribute")
-        raise CannotMap(f"{name} is read after the step that has set it, and is one for all clients")
+        raise CannotMap(f"{name} is set in one step and read in a later one, but all clients share it")
 
 
 def _placeholder(name: str) -> Tensor:
@@ -188,7 +188,7 @@ def refused_writes(module: pl.LightningModule, hook: str) -> Iterator[None]:
         if changed:
             raise MisconfigurationException(
                 f"execution='vectorized' is not possible: {type(module).__name__}.{hook}() changes {changed[0]} in the"
-                " module, which holds the global model there, not a client's. Use execution='sequential'."
+                " module, which holds the global model while clients step together. Use execution='sequential'."
             )
         return result
 

@@ -89,8 +89,8 @@ class Sequential(Execution):
             if late:
                 names = [name for name, value in self.module.named_parameters() if value in late]
                 raise MisconfigurationException(
-                    f"{listed(names)} is trained in a step, and was frozen when the round began, so that it would go"
-                    " from client to client: set requires_grad back at the end of each step, or change it in"
+                    f"{listed(names)} is trained in a step but was frozen when the round began, so that its value"
+                    " would pass from client to client: restore requires_grad at the end of each step, or change it in"
                     " on_train_epoch_start."
                 )
             if not self._has_trained and self.module.automatic_optimization:

@@ -261,14 +261,14 @@ def shared_by(trainer: Any) -> ClientParallelStrategy | None:
         if steps or interval:
             raise MisconfigurationException(
                 "ModelCheckpoint(every_n_train_steps=...) or (train_time_interval=...) saves inside a round, when the"
-                f" {trainer.world_size} processes are at different clients: set every_n_epochs=1 or more, which counts"
+                f" {trainer.world_size} processes train different clients: set every_n_epochs=1 or more, which counts"
                 " rounds, or devices=1."
             )
         share = getattr(trainer, "val_check_interval", 1.0)
         if share != 1.0 and not after_epoch:
             raise MisconfigurationException(
-                f"ModelCheckpoint saves when validation ends, which val_check_interval={share} has inside a round,"
-                f" when the {trainer.world_size} processes are at different clients: give it"
+                f"ModelCheckpoint saves at the end of a validation, which val_check_interval={share} puts inside a"
+                f" round, when the {trainer.world_size} processes train different clients: give it"
                 " save_on_train_epoch_end=True, or set devices=1."
             )
     for name in ("max_steps", "min_steps"):
@@ -280,8 +280,8 @@ def shared_by(trainer: Any) -> ClientParallelStrategy | None:
     seconds = validation_seconds(trainer)
     if seconds is not None:
         raise MisconfigurationException(
-            f"val_check_interval, here {seconds:g} seconds, goes by each process's own clock,"
-            f" and validation needs all {trainer.world_size} of them: give it in batches or as a share of a round, or"
+            f"val_check_interval, here {seconds:g} seconds, is measured by each process's own clock, but validation"
+            f" needs all {trainer.world_size} of them: give it in batches or as a share of a round, or"
             " leave it out."
         )
     return strategy

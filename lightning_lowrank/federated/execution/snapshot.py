@@ -71,7 +71,8 @@ class Snapshot:
             return functools.partial(setattr, item.bit_generator, "state", item.bit_generator.state)
         if hasattr(type(item), "__next__"):
             raise MisconfigurationException(
-                f"{as_code(name)} is of {type(item).__name__}, which a trial of the training step could not put back"
+                f"{as_code(name)} is of {type(item).__name__}, which cannot be restored after a trial of the training"
+                " step"
             )
         return None
 

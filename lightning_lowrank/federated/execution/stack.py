@@ -76,8 +76,8 @@ def _refuse_gradient(gradient: Tensor) -> None:
     """A gradient hook on the module's own parameters, which hold the global model while clients step together."""
     raise MisconfigurationException(
         "execution='vectorized' cannot map training_step over clients: its loss depends on a parameter that the step"
-        " does not take from the module that holds it, but from a list or another object made before, where it is one"
-        " for all clients. Take it from the module (self.parameters(), self.layer.weight) in each step, or use"
+        " reads from a list or another object instead of its module, so that all clients would share it. Read it from"
+        " the module (self.parameters(), self.layer.weight) in each step, or use"
         " execution='sequential'."
     )
 
@@ -337,9 +337,10 @@ class ClientStack(OfTheRun):
         shapes = [f"{one[0]} of shapes {one[1]} and {two[1]}" for one, two in zip(*tensors, strict=False) if one != two]
         rank_zero_warn(
             f"execution='vectorized': clients' batches of {places.samples} samples differ in form"
-            f" ({(*shapes, 'in what is no tensor')[0]}), and only those of one form step together: have the collate"
-            " function pad them to one length (pad_to_multiple_of of TextClassification and Instructions), or leave out"
-            " what is no tensor."
+            f" ({(*shapes, 'in entries that are no tensors')[0]}), and only those of one form step together: have the"
+            " collate"
+            " function pad them to one length (pad_to_multiple_of of TextClassification and Instructions), or leave"
+            " out entries that are no tensors."
         )
 
     def run(
@@ -378,7 +379,7 @@ class ClientStack(OfTheRun):
         if not isinstance(loss, Tensor):
             raise MisconfigurationException(
                 f"execution='vectorized': training_step gave {output!r} in place of a loss, and clients that step"
-                " together cannot leave a step out; use execution='sequential'."
+                " together cannot skip a step; use execution='sequential'."
             )
         if loss.numel() != 1:
             raise ValueError(f"training_step gave a loss of shape {tuple(loss.shape)} in place of one number")
@@ -431,7 +432,7 @@ class ClientStack(OfTheRun):
                 raise CannotMap(cause) from error
             self._guard.mapped = False
             rank_zero_warn(
-                f"execution='auto': training_step cannot be mapped over clients any more: {cause}. From here on clients"
+                f"execution='auto': training_step can no longer be mapped over clients: {cause}. From here on clients"
                 " make their steps one after another."
             )
         for stack, before in zip(written, kept, strict=True):
@@ -455,7 +456,7 @@ class ClientStack(OfTheRun):
             yield
             for table, key, name in self._homes:
                 if key not in table:
-                    raise CannotMap(f"it takes {name} out of its module, as a parametrization that is put on and off")
+                    raise CannotMap(f"it removes {name} from its module, as adding or removing a parametrization does")
                 if table[key] is not values[name]:
                     # Some steps assign a new buffer instead of changing it in place.
                     with torch.no_grad():
@@ -522,8 +523,8 @@ def captured_logs(
 
 def _refuse_metric(name: str, metric: Metric) -> MisconfigurationException:
     return MisconfigurationException(
-        f"execution='vectorized': training_step logs the metric {type(metric).__name__} as {name!r}, whose"
-        " state is one for all clients; log its value, or use execution='sequential'."
+        f"execution='vectorized': training_step logs the metric {type(metric).__name__} as {name!r}, whose state all"
+        " clients would share; log its value, or use execution='sequential'."
     )
 
 

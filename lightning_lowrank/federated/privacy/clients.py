@@ -116,7 +116,7 @@ class ClientPrivacy(Configured):
             if noise_multiplier is None:
                 raise MisconfigurationException(
                     "noise_at='clients' needs noise_multiplier: a client does not know the numbers of rounds and"
-                    " clients from which target_epsilon would give it."
+                    " clients from which target_epsilon determines it."
                 )
         self.clip = clip
         self.noise_multiplier = noise_multiplier

@@ -81,8 +81,8 @@ class PrivateMean(RoundStage):
             assert privacy.target_epsilon is not None
             if drawing.rounds is None:
                 raise MisconfigurationException(
-                    "target_epsilon alone finds the noise for the run's number of rounds, and max_epochs=-1 has no"
-                    " end: set max_epochs, or give noise_multiplier too."
+                    "target_epsilon alone determines the noise from the number of rounds, which max_epochs=-1 does not"
+                    " bound: set max_epochs, or give noise_multiplier too."
                 )
             runs = [(self._mechanism, max(1, drawing.rounds))]
             noise = noise_for(privacy.target_epsilon, privacy.delta, runs, privacy.accountant)
@@ -318,7 +318,7 @@ class PrivateMean(RoundStage):
             raise MisconfigurationException(
                 f"the rounds so far drew {state['drawn'][0]} of {state['drawn'][1]} clients with"
                 f" noise_multiplier={noise:g}, and later ones would draw {drawn[0]} of {drawn[1]} with"
-                f" {given or noise:g}: ε counts equal rounds, so go on with the same."
+                f" {given or noise:g}: ε counts equal rounds, so continue with the same values."
             )
         self.released, self.clip = state["released"], state["clip"]
         self.privacy.secret = state["secret"]
@@ -386,7 +386,7 @@ def private_mean(settings: FederatedSettings, server: Server, drawing: Drawing) 
     if not needs_only_mean(algorithm):
         operator = getattr(algorithm, "operator", None)
         raise MisconfigurationException(
-            f"ClientPrivacy gives the server the mean of what clients send, and {name}"
+            f"ClientPrivacy gives the server only the mean of the clients' messages, but {name}"
             f"{'' if operator is None else f'({operator!r})'} needs each client's own message: use a method that"
             " averages, such as FedAvg(), or FedLoRA() with ProductSum(), FFA() or RoLoRA()."
         )

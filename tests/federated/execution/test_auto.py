@@ -432,7 +432,7 @@ def test_auto_goes_on_where_later_steps_cannot_be_mapped(tmp_path, monkeypatch, 
     monkeypatch.setattr(stack, "rank_zero_warn", warned.append)
     module, loop, fitted = run(tmp_path, "auto", **settings)
     (warning,) = warned
-    assert "cannot be mapped over clients any more: it decides by a tensor's value" in warning
+    assert "can no longer be mapped over clients: it decides by a tensor's value" in warning
     assert loop.rounds.execution.name == "vectorized"
     expected, _, plain = run(tmp_path, "sequential", **settings)
     assert_close(weights(expected), weights(module))
