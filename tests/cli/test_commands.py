@@ -658,7 +658,7 @@ FLOOR = ("--lowrank.rank", "null", "--lowrank.budget", "0.001")
         (("--lowrank.role", "sideways"), ["'update', 'weight'", "sideways"]),
         (("--trainer.max_epochs", "0.5"), ["trainer.max_epochs", "int"]),
         (("--config", "nowhere.yaml"), ["nowhere.yaml"]),
-        (("--ckpt_path", "nowhere.ckpt"), ["ckpt_path='nowhere.ckpt' is not there"]),
+        (("--ckpt_path", "nowhere.ckpt"), ["ckpt_path='nowhere.ckpt' does not exist"]),
         (("--seeds", "1", "2", "--seed_everything", "3"), ["--seed_everything is given in addition to seeds=[1, 2]"]),
         (("--seed_everything=3", "--seeds", "1", "2"), ["--seed_everything is given in addition to seeds=[1, 2]"]),
         (("--seeds", "1", "--seed_every", "3"), ["--seed_everything is given in addition to seeds=[1]"]),
