@@ -23,7 +23,7 @@ def initial_parameters(base: Base) -> Tensors:
 
 
 @torch.no_grad()
-def missing(server: Server, compress: Callable[[Tensors], Tensors]) -> Tensors:
+def difference_to_shared(server: Server, compress: Callable[[Tensors], Tensors]) -> Tensors:
     """The compressed difference between the global model and the copy that all parties share."""
     return compress({name: server.model[name] - value for name, value in server.base.state["shared"].items()})
 

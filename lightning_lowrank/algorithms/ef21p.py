@@ -7,7 +7,12 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from lightning_lowrank.algorithms._compressed import add_changes, add_to_shared, initial_parameters, missing
+from lightning_lowrank.algorithms._compressed import (
+    add_changes,
+    add_to_shared,
+    difference_to_shared,
+    initial_parameters,
+)
 from lightning_lowrank.compression import Codec, Dense, RandomK, Split, TopK
 from lightning_lowrank.configuration import check_number
 from lightning_lowrank.federated.messages import Message
@@ -73,7 +78,7 @@ class EF21P(ChangesBase, OwnCodec):
         return {name: value for name, value in received.items() if name in base.initial_buffers}
 
     def begin_round(self, server: Server) -> None:
-        self.announce(server, missing(server, self._top_k.transmit))
+        self.announce(server, difference_to_shared(server, self._top_k.transmit))
 
     def broadcast(self, server: Server, client: ClientInfo) -> Message:
         """The model, with a codec that sends the announced difference in place of the parameters."""

@@ -8,7 +8,12 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from lightning_lowrank.algorithms._compressed import add_changes, add_to_shared, initial_parameters, missing
+from lightning_lowrank.algorithms._compressed import (
+    add_changes,
+    add_to_shared,
+    difference_to_shared,
+    initial_parameters,
+)
 from lightning_lowrank.compression import Codec, Dense, Sign, Split
 from lightning_lowrank.configuration import check_number
 from lightning_lowrank.federated.algorithm import LocalStep
@@ -132,7 +137,7 @@ class FedBAT(ChangesBase, OwnCodec, OwnSteps):
         def compress(difference: dict[str, Tensor]) -> dict[str, Tensor]:
             return {name: _binarise(x, x.abs().mean(), _uniform(x, draws)) for name, x in difference.items()}
 
-        self.announce(server, missing(server, compress))
+        self.announce(server, difference_to_shared(server, compress))
 
     def broadcast(self, server: Server, client: ClientInfo) -> Message:
         """The model; with ``compress_down``, a codec sends the announced difference in place of the parameters."""

@@ -10,7 +10,7 @@ from lightning.pytorch.utilities import rank_zero_warn
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import Tensor, nn
 
-from lightning_lowrank.arguments import listed
+from lightning_lowrank.arguments import join_names
 from lightning_lowrank.configuration import check_choice, check_patterns
 from lightning_lowrank.federated.algorithm import Algorithm, Claims, detached
 from lightning_lowrank.federated.messages import Message
@@ -56,7 +56,7 @@ class LocalPart(Algorithm, ABC):
                 f"{method} keeps buffers such as {buffers[0]} with the clients, and buffers='reset' would reset them in"
                 " each round: use buffers='average' or 'local'."
             )
-        self.claims = Claims(local_part=listed(sorted(self._own)) if self._own else "")
+        self.claims = Claims(local_part=join_names(sorted(self._own)) if self._own else "")
         if "initial" not in base.state:
             values = trained_tensors(module)
             base.state["initial"] = detached({name: values[name] for name in sorted(self._own)})

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from lightning_lowrank.algorithms._capacity import PartAveraging, copy_blocks_into, leading, refuse_kept_moments
-from lightning_lowrank.arguments import listed
+from lightning_lowrank.arguments import join_names
 from lightning_lowrank.configuration import check_choice, check_number
 from lightning_lowrank.federated.algorithm import LocalStep, detached
 from lightning_lowrank.federated.capacities import Capacities, Capacity
@@ -255,7 +255,7 @@ def _check_layer(name: str, layer: nn.Module) -> None:
         _refuse(name, layer, "normalises across channels, where channels that a client lacks would count as zeros")
     sliceable = type(layer) in (nn.Linear, *_CONVOLUTIONS) or isinstance(layer, _NORMS)
     if not sliceable or not {"weight", "bias"} >= own_parameters(layer).keys():
-        own = listed([key for key, value in own_parameters(layer).items() if value is not None])
+        own = join_names([key for key, value in own_parameters(layer).items() if value is not None])
         _refuse(
             name,
             layer,

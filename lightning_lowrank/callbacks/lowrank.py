@@ -17,7 +17,7 @@ from lightning.pytorch.utilities.model_helpers import is_overridden
 from rich.console import Console
 from torch import Tensor
 
-from lightning_lowrank.arguments import Configured, arguments_of, check_number, listed
+from lightning_lowrank.arguments import Configured, arguments_of, check_number, join_names
 from lightning_lowrank.federated.checks import check_factor_gradients, check_optimizers
 from lightning_lowrank.internals.lightning import check_namespace, refuse_unseen_steps
 from lightning_lowrank.interop.peft_layout import Outline, outline
@@ -147,7 +147,8 @@ class LowRank(Configured, Callback):
         self._added = self._made_later(pl_module)
         if self._added:
             rank_zero_warn(
-                f"LowRank: {listed(self._added)} came into {type(pl_module).__name__} after its layers were converted,"
+                f"LowRank: {join_names(self._added)} came into {type(pl_module).__name__} after its layers were"
+                " converted,"
                 " and is not converted. To convert it as well, call lightning_lowrank.recover(module) before"
                 " fit()."
             )
@@ -174,7 +175,8 @@ class LowRank(Configured, Callback):
             gone = _gone(module, done.conversion)
             if gone:
                 raise MisconfigurationException(
-                    f"this module was already converted, and {listed(gone)} has been replaced by another layer since:"
+                    f"this module was already converted, and {join_names(gone)} has been replaced by another layer"
+                    " since:"
                     " call lightning_lowrank.recover(module) first, so that all layers are converted again."
                 )
             if self._given_seed not in (None, done.seed):
@@ -217,7 +219,7 @@ class LowRank(Configured, Callback):
         late = [name for name in self._made_later(module) if name not in self._added]
         if gone or late:
             raise MisconfigurationException(
-                f"LowRank: {type(module).__name__} has made {listed(gone or late)} after its layers were converted,"
+                f"LowRank: {type(module).__name__} has made {join_names(gone or late)} after its layers were converted,"
                 " so that it would be trained dense. Lightning calls configure_model() again after LowRank has, and"
                 " setup() of modules after that of callbacks: make the layers in __init__(), or in configure_model()"
                 " if they do not exist yet"
@@ -308,7 +310,8 @@ def _refuse_other_layers(module: torch.nn.Module, state: Mapping[str, Any], pref
     dense = [name for name in layers if f"{name}.weight" in state and not _has_factors(name, state)]
     if layers and len(dense) == len(layers):
         raise MisconfigurationException(
-            f"the checkpoint's layers are dense, and LowRank has converted {listed(dense)}: load its weights into the"
+            f"the checkpoint's layers are dense, and LowRank has converted {join_names(dense)}: load its weights into"
+            " the"
             " module before the fit, by module.load_state_dict(torch.load(path)['state_dict']), and leave out"
             " ckpt_path, so that LowRank converts them."
         )

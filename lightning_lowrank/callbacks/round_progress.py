@@ -17,7 +17,7 @@ from rich import get_console
 from rich.progress import BarColumn, Progress, TextColumn
 from torch import Tensor
 
-from lightning_lowrank.arguments import listed
+from lightning_lowrank.arguments import join_names
 from lightning_lowrank.configuration import check_choice
 from lightning_lowrank.internals.lightning import NewFigures, check_namespace
 from lightning_lowrank.metric_direction import direction, judged_by, monitors_of
@@ -207,7 +207,7 @@ class RoundProgress(Callback):
                 self._warned = True
                 rank_zero_warn(
                     f"RoundProgress(monitor={self.monitor!r}) shows no figure: the rounds so far have logged"
-                    f" {listed(sorted(logged))}."
+                    f" {join_names(sorted(logged))}."
                 )
             return
         if not self._observed:

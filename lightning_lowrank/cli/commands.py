@@ -139,7 +139,7 @@ def _export(parser: argparse.ArgumentParser, words: list[str]) -> None:
     import torch
     from safetensors.torch import save_file
 
-    from lightning_lowrank.arguments import listed
+    from lightning_lowrank.arguments import join_names
     from lightning_lowrank.configuration import misconfigured
     from lightning_lowrank.extras import import_extra
     from lightning_lowrank.interop.checkpoints import adapter_checkpoint, check_is_file, dense_checkpoint, writable
@@ -170,7 +170,7 @@ def _export(parser: argparse.ArgumentParser, words: list[str]) -> None:
     )
     if not weights:
         names = sorted(name for name, value in found.items() if isinstance(value, torch.Tensor))
-        raise misconfigured(f"no tensor's name begins with --prefix {options.prefix!r}: they are {listed(names)}.")
+        raise misconfigured(f"no tensor's name begins with --prefix {options.prefix!r}: they are {join_names(names)}.")
     if options.output.exists() and options.output.samefile(options.checkpoint):
         raise misconfigured(f"{options.output} is the checkpoint itself: give another path to write to.")
     with replacing(options.output) as part:
@@ -179,7 +179,7 @@ def _export(parser: argparse.ArgumentParser, words: list[str]) -> None:
     print(f"wrote {len(weights)} tensors, {numbers:,} numbers: {options.output}")
     objects = [name for name, value in found.items() if name.startswith(prefix) and not isinstance(value, torch.Tensor)]
     if objects:
-        print(f"left out, because a .safetensors file holds tensors alone: {listed(objects)}")
+        print(f"left out, because a .safetensors file holds tensors alone: {join_names(objects)}")
 
 
 def _push(parser: argparse.ArgumentParser, words: list[str]) -> None:

@@ -19,7 +19,7 @@ from rich.box import SIMPLE_HEAD
 from rich.console import Console, JustifyMethod
 from rich.text import Text
 
-from lightning_lowrank.arguments import without_formula
+from lightning_lowrank.arguments import escape_formula
 from lightning_lowrank.cli.runs import printable
 
 _STYLE = """
@@ -146,7 +146,7 @@ def _markdown(text: str) -> str:
 
 
 def _cell(text: str) -> str:
-    return without_formula(printable(text.replace("\n", " ")))
+    return escape_formula(printable(text.replace("\n", " ")))
 
 
 def _latex(text: str) -> str:

@@ -183,7 +183,7 @@ class RecipeParser(LightningArgumentParser):
     def error(self, message: str, ex: Exception | None = None) -> NoReturn:
         """Exit with one line in place of jsonargparse's list of every option and every type it tried."""
         if self.exit_on_error and "JSONARGPARSE_DEBUG" not in os.environ:
-            said = " ".join(_telling(message))
+            said = " ".join(_useful_lines(message))
             said = said.replace("Expected a dot import path string:", "no class is known as")
             # Only `seeds` takes several words, and jsonargparse's message does not name the option.
             said = said.replace("'int' object is not iterable", "seeds must be a list such as [0, 1, 2]")
@@ -191,7 +191,7 @@ class RecipeParser(LightningArgumentParser):
         super().error(message, ex)
 
 
-def _telling(message: str) -> list[str]:
+def _useful_lines(message: str) -> list[str]:
     """The useful lines of jsonargparse's message, with the value that was given."""
     useful: list[str] = []
     # The innermost value comes first; the outer ones are whole sections.

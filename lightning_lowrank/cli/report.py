@@ -17,7 +17,7 @@ from pathlib import Path
 import numpy as np
 from rich.console import Console
 
-from lightning_lowrank.arguments import listed
+from lightning_lowrank.arguments import join_names
 from lightning_lowrank.cli.pages import Column, Page, Table
 from lightning_lowrank.cli.runs import (
     Run,
@@ -25,20 +25,20 @@ from lightning_lowrank.cli.runs import (
     as_number,
     curve,
     describe,
-    differing,
+    differing_settings,
     find_runs,
-    found_in,
     group_by_seed,
     mean_and_deviation,
     monitors,
+    nested_argument,
     printable,
     setting_text,
     short_names,
 )
 from lightning_lowrank.configuration import check_integer, misconfigured
-from lightning_lowrank.metric_direction import USUAL, direction, usual
+from lightning_lowrank.metric_direction import USUAL, direction, usual_metric
 from lightning_lowrank.plots import draw
-from lightning_lowrank.units import bytes_text, fixed, percent
+from lightning_lowrank.units import bytes_text, format_decimals, percent
 
 _UNITS = {"B": 1, **{f"{prefix}B": 1000**power for power, prefix in enumerate(("k", "M", "G", "T"), start=1)}}
 _UNITS |= {f"{prefix}iB": 1024**power for power, prefix in enumerate(("K", "M", "G", "T"), start=1)}
@@ -127,7 +127,7 @@ def report(
         check_integer("rounds", rounds)
         found = [run.first(rounds) for run in found]
     known = sorted({name for run in found for name in (*run.figures, *run.evaluated)})
-    metric = metric or usual(known)
+    metric = metric or usual_metric(known)
     if metric is None or metric not in known:
         why = [f"{run.folder}/metrics.csv cannot be read: {run.problem}" for run in found if run.problem]
         raise misconfigured(
@@ -193,7 +193,7 @@ def _write(folder: Path, files: Mapping[str, bytes]) -> list[Path]:
     others = [name for name in files if name not in earlier and (folder / name).exists()]
     if others:
         raise misconfigured(
-            f"{folder} already has {listed(others)}, which no earlier report wrote: give --output another folder."
+            f"{folder} already has {join_names(others)}, which no earlier report wrote: give --output another folder."
         )
     folder.mkdir(parents=True, exist_ok=True)
     manifest.write_text("\n".join(sorted(earlier | files.keys())), "utf-8")
@@ -317,7 +317,7 @@ def _results(groups: Groups, goal: Goal) -> Table:
                 add(f"{model}\n{suffix.removeprefix('_') or _judged(metric)}", name, 1, four, optional=False)
     for title, name, unit, form in (
         ("rounds", "", 1, _whole),
-        ("MB", "comm/total_bytes", 1e6, fixed),
+        ("MB", "comm/total_bytes", 1e6, format_decimals),
         ("simulated s", "system/seconds", 1, "{:.1f}".format),
     ):
         if goal.target is not None and (not name or any(run.last(name) is not None for run in runs)):
@@ -327,9 +327,9 @@ def _results(groups: Groups, goal: Goal) -> Table:
         limit = goal.budget
         title = f"in {bytes_text(limit)} (round)\n{metric}"
         table.append(_with_round(groups, title, lambda run: goal.best(run, limit)))
-    add("MB\nup", "comm/total_up_bytes", 1e6, fixed, optional=False)
-    add("MB\ndown", "comm/total_down_bytes", 1e6, fixed, optional=False)
-    add("MB\nidle", "comm/total_idle_down_bytes", 1e6, fixed)
+    add("MB\nup", "comm/total_up_bytes", 1e6, format_decimals, optional=False)
+    add("MB\ndown", "comm/total_down_bytes", 1e6, format_decimals, optional=False)
+    add("MB\nidle", "comm/total_idle_down_bytes", 1e6, format_decimals)
     add("of dense\nFedAvg", "comm/ratio", 1, percent, optional=False)
     add("simulated\ns", "system/seconds", 1, "{:.1f}".format)
     for constant in ("R", "P", "Q"):
@@ -366,17 +366,17 @@ def _clients(groups: Groups, goal: Goal) -> Table:
 def _settings(groups: Groups) -> Table:
     """The usual settings, such as model and learning rate, followed by other settings that differ."""
     first = [group[0] for group in groups.values()]
-    loops = [found_in(run.config, "federated") for run in first]
+    loops = [nested_argument(run.config, "federated") for run in first]
 
     def size(layer: object) -> str:
-        sizes = (f"{name}={found_in(layer, name)}" for name in ("rank", "budget", "ratio", "rank_ratio"))
-        flags = (name for name in ("decouple", "half_frozen") if found_in(layer, name) is True)
-        parts = (describe(found_in(layer, "factorization")), found_in(layer, "role"))
+        sizes = (f"{name}={nested_argument(layer, name)}" for name in ("rank", "budget", "ratio", "rank_ratio"))
+        flags = (name for name in ("decouple", "half_frozen") if nested_argument(layer, name) is True)
+        parts = (describe(nested_argument(layer, "factorization")), nested_argument(layer, "role"))
         given = [str(part) for part in parts if part] + [each for each in sizes if not each.endswith("=None")]
         return ", ".join([*given, *flags])
 
     def clients(loop: object) -> str:
-        drawn, of = (found_in(loop, name) for name in ("clients_per_round", "clients"))
+        drawn, of = (nested_argument(loop, name) for name in ("clients_per_round", "clients"))
         # A float is a share of the clients.
         number = f"{100 * drawn:g}%" if type(drawn) is float else describe(drawn)
         return " of ".join(each for each in (number, describe(of)) if each)
@@ -392,13 +392,16 @@ def _settings(groups: Groups) -> Table:
     table = Table(
         [
             Column("run", list(groups)),
-            Column("method", [describe(found_in(loop, "algorithm")) for loop in loops]),
-            Column("low-rank layers", [size(found_in(run.config, "lowrank")) for run in first]),
-            Column("partition", [describe(found_in(loop, "partition")) for loop in loops]),
+            Column("method", [describe(nested_argument(loop, "algorithm")) for loop in loops]),
+            Column("low-rank layers", [size(nested_argument(run.config, "lowrank")) for run in first]),
+            Column("partition", [describe(nested_argument(loop, "partition")) for loop in loops]),
             Column("clients\nper round", [clients(loop) for loop in loops]),
-            *(Column(name, [describe(found_in(loop, name)) for loop in loops]) for name in ("uplink", "downlink")),
             *(
-                Column(name, [describe(found_in(run.config, name), depth=1) for run in first])
+                Column(name, [describe(nested_argument(loop, name)) for loop in loops])
+                for name in ("uplink", "downlink")
+            ),
+            *(
+                Column(name, [describe(nested_argument(run.config, name), depth=1) for run in first])
                 for name in ("model", "data")
             ),
             Column("batch size", [named(run, "batch_size") for run in first]),
@@ -448,7 +451,7 @@ def _others(groups: Groups, columns: Sequence[Sequence[str]]) -> list[str]:
 
     return [
         path
-        for path in differing(list(groups.values()))
+        for path in differing_settings(list(groups.values()))
         if not path.endswith("summary")
         and not path.startswith("trainer.enable_")
         and not (path.startswith(summed_up) and distinguished(path))

@@ -18,7 +18,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
-from lightning_lowrank.arguments import listed
+from lightning_lowrank.arguments import join_names
 
 _SECTIONS = "ckpt_path data federated lowrank lr_scheduler model optimizer seed_everything seeds trainer"
 _CLASSES_OF = ("lightning_lowrank", "lightning.pytorch", "torch.optim")
@@ -189,11 +189,11 @@ def _remedy(place: str, hint: Any, value: str, owner: str) -> str:
         return f"give a list, such as [{word}]"
     known = _known_classes().get(word)
     if names and word not in names and known:
-        return _own_place(word, known)
+        return _accepting_setting(word, known)
     called = next((name for words, name in _CALLED.items() if word.lower() in words.split()), "")
-    holding = _holding(word, names)
+    holding = _names_containing(word, names)
     if called in _known_classes() and called not in names and not holding:
-        return f"{word} is {called}: {_own_place(called, _known_classes()[called])}"
+        return f"{word} is {called}: {_accepting_setting(called, _known_classes()[called])}"
     similar = _most_similar(word, [*names, *literals])
     meant = [similar] if similar else holding or [called] * (called in (*names, *literals))
     if place == "federated.partition" and not meant:
@@ -204,7 +204,7 @@ def _remedy(place: str, hint: Any, value: str, owner: str) -> str:
     return f"did you mean {shown}?" if meant else ""
 
 
-def _own_place(name: str, kind: type) -> str:
+def _accepting_setting(name: str, kind: type) -> str:
     """A sentence on the setting that accepts instances of ``kind``; empty if none is known."""
     for section, root in _ROOTS.items():
         option = _option_for(root, kind)
@@ -245,7 +245,7 @@ def _number(value: str) -> str:
     return f"write {int(fraction[1]) / int(fraction[2]):g}" if fraction else ""
 
 
-def _holding(word: str, names: Iterable[str]) -> list[str]:
+def _names_containing(word: str, names: Iterable[str]) -> list[str]:
     """The names that contain a word, such as CoordinateMedian for median; empty if there are many."""
     holding = sorted(name for name in names if word.lower() in name.lower())
     return holding if len(word) >= _SHORTEST_PART and len(holding) <= _MOST_HOLDING else []
@@ -281,7 +281,7 @@ def _placed_elsewhere(message: str) -> str:
         for kind in _kinds(base)
         if name in _hints(f"{kind.__module__}.{kind.__name__}")
     }
-    return f"{message}: it is an argument of {listed(sorted(having))}" if having else ""
+    return f"{message}: it is an argument of {join_names(sorted(having))}" if having else ""
 
 
 def _words(hint: Any) -> str:
@@ -319,7 +319,7 @@ def _plural(kind: Any) -> str:
 
 def _names(base: type, listing: bool = False) -> str:
     names = sorted(kind.__name__ for kind in _kinds(base))
-    shown = ", ".join(names) if len(names) <= _MOST_NAMES else listed(names)
+    shown = ", ".join(names) if len(names) <= _MOST_NAMES else join_names(names)
     return (f"{base.__name__} objects" if listing else f"{_article(base.__name__)} {base.__name__}") + (
         f" ({shown})" if names not in ([], [base.__name__]) else ""
     )

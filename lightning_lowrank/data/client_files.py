@@ -15,12 +15,12 @@ import numpy as np
 import torch
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
-from lightning_lowrank.arguments import listed
+from lightning_lowrank.arguments import join_names
 from lightning_lowrank.data.client_datasets import ClientDatasets, Split, join_arrays
 from lightning_lowrank.data.tables import Table, read_table
 from lightning_lowrank.extras import import_extra
 from lightning_lowrank.federated.data.columns import to_column
-from lightning_lowrank.federated.data.partitions import natural
+from lightning_lowrank.federated.data.partitions import natural_sort_key
 from lightning_lowrank.federated.data.plain_files import read_plain
 from lightning_lowrank.federated.data.rows import Rows
 
@@ -77,7 +77,8 @@ class ClientArrays(ClientDatasets):
             other = sorted(set(self._codes) - set(self.classes))
             if other:
                 raise MisconfigurationException(
-                    f"{type(self).__name__}: the test data have targets that the training data lack: {listed(other)}"
+                    f"{type(self).__name__}: the test data have targets that the training data lack:"
+                    f" {join_names(other)}"
                 )
             numbers = torch.tensor([self.classes.index(name) for name in self._codes])
             found.tensors = (found.tensors[0], numbers[found.tensors[1]])
@@ -317,7 +318,9 @@ class ClientFiles(ClientArrays):
         if split == "test" and not folder.is_dir():
             return None
         try:
-            entries = sorted((each for each in folder.iterdir() if not each.name.startswith((".", "__"))), key=natural)
+            entries = sorted(
+                (each for each in folder.iterdir() if not each.name.startswith((".", "__"))), key=natural_sort_key
+            )
         except OSError as error:
             raise MisconfigurationException(f"root={self.root!r} is no folder that can be read: {error}") from error
         found: dict[str, list[Path]] = {}
@@ -418,7 +421,7 @@ class ClientTable(ClientArrays):
         x, y = self._table.arrays(table)
         order = np.argsort(codes, kind="stable")
         parts = np.split(chosen[order], np.cumsum(np.bincount(codes, minlength=len(names)))[:-1]) if len(names) else []
-        named = dict(sorted(zip(names.tolist(), parts, strict=True), key=lambda entry: natural(entry[0])))
+        named = dict(sorted(zip(names.tolist(), parts, strict=True), key=lambda entry: natural_sort_key(entry[0])))
         self._rows[split] = Rows(torch.from_numpy(np.concatenate([chosen[:0], *named.values()])), len(table))
         return ((name, x[rows], y[rows]) for name, rows in named.items())
 
@@ -471,7 +474,7 @@ class _Columns:
         unknown = sorted(set(others) - set(features)) if self._all_others else []
         if unknown:
             raise MisconfigurationException(
-                f"{table.source} has columns that other tables do not have, {listed(unknown)}: give features="
+                f"{table.source} has columns that other tables do not have, {join_names(unknown)}: give features="
             )
         columns = [_numbers(table, table.find([name], f"features={list(features)}")) for name in features]
         if not columns:

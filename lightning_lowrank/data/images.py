@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.utils.data import Dataset, default_collate, get_worker_info
 
 from lightning_lowrank.data.tables import HasColumns
-from lightning_lowrank.internals.torch import written
+from lightning_lowrank.internals.torch import memory_fingerprint
 
 _MOST_KEPT = 2**28
 
@@ -206,7 +206,7 @@ class _Normalised:
             return None
         parts = images.images, images.mean, images.std
         # References keep the tensors alive, so that their ids stay unique.
-        of = images.pixel_max, *map(id, parts), *map(written, parts), parts
+        of = images.pixel_max, *map(id, parts), *map(memory_fingerprint, parts), parts
         if self._of[:-1] != of[:-1]:
             self._of, self._read, self._images = of, 0, None
         self._read += samples
@@ -218,7 +218,7 @@ class _Normalised:
         """The greatest pixel value, the means and the standard deviations on a device, copied once."""
         parts = images.mean, images.std
         # References keep the tensors alive, so that their ids stay unique.
-        of = images.pixel_max, device, *map(written, parts), parts
+        of = images.pixel_max, device, *map(memory_fingerprint, parts), parts
         if self._constants_of[:-1] != of[:-1]:
             self._constants_of = of
             values = (images.pixel_max, *parts)

@@ -15,7 +15,7 @@ from typing import Any
 
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
-from lightning_lowrank.arguments import listed
+from lightning_lowrank.arguments import join_names
 from lightning_lowrank.extras import import_extra
 from lightning_lowrank.federated.data.rows import Rows
 
@@ -78,7 +78,7 @@ class Table:
         if found is None:
             raise MisconfigurationException(
                 f"{self.source} has no column {' or '.join(map(repr, names))} ({argument});"
-                f" it has {listed(self.column_names)}"
+                f" it has {join_names(self.column_names)}"
             )
         return found
 
@@ -176,15 +176,15 @@ def read_table(path: Path, names: Sequence[str] | None = None) -> Table:
         names, cells = cells[0] if cells else [], cells[1:]
         first_line = None if first_line is None else 2
     if not cells:
-        raise MisconfigurationException(f"{path} has no line after its header, {listed(names)}")
+        raise MisconfigurationException(f"{path} has no line after its header, {join_names(names)}")
     twice = sorted({name for name in names if names.count(name) > 1})
     if twice:
-        raise MisconfigurationException(f"{path} has several columns named {listed(twice)}: rename all but one")
+        raise MisconfigurationException(f"{path} has several columns named {join_names(twice)}: rename all but one")
     for row, parts in enumerate(cells):
         if len(parts) != len(names):
             place = Table({}, str(path), first_line).place(row)
             raise MisconfigurationException(
-                f"{place}: there are {len(parts)} cells for the {len(names)} columns {listed(names)}"
+                f"{place}: there are {len(parts)} cells for the {len(names)} columns {join_names(names)}"
             )
     return Table({name: [parts[place] for parts in cells] for place, name in enumerate(names)}, str(path), first_line)
 
@@ -300,5 +300,7 @@ def split_of(splits: Mapping[str, Any], name: str, argument: str) -> Any:
         MisconfigurationException: If there is none; ``argument`` is what names it.
     """
     if name not in splits:
-        raise MisconfigurationException(f"dataset has no split {name!r} ({argument}); it has {listed(list(splits))}")
+        raise MisconfigurationException(
+            f"dataset has no split {name!r} ({argument}); it has {join_names(list(splits))}"
+        )
     return splits[name]

@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torchmetrics import Metric, MetricCollection
 
-from lightning_lowrank.arguments import listed
+from lightning_lowrank.arguments import join_names
 from lightning_lowrank.federated.execution.snapshot import Snapshot
 from lightning_lowrank.federated.leaks import names_of_lightning, reachable
 from lightning_lowrank.federated.state import trained_tensors
@@ -70,7 +70,8 @@ class CarriedValues:
         named = names if names and self._reach(batch) else shadows
         if named:
             rank_zero_warn(
-                f"training changes attributes of the module: {listed(named)}. Their values pass from one client to the"
+                f"training changes attributes of the module: {join_names(named)}. Their values pass from one client to"
+                " the"
                 " next and are not averaged. Register values that belong to the model as buffers, so that each client"
                 " starts from the global value."
             )

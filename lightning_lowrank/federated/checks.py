@@ -34,7 +34,7 @@ from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
 from lightning_lowrank.aggregation import Aggregator, DistanceRule, RobustRule
-from lightning_lowrank.arguments import listed
+from lightning_lowrank.arguments import join_names
 from lightning_lowrank.federated.algorithm import Algorithm, CompletesModels
 from lightning_lowrank.federated.protocols import inherits
 from lightning_lowrank.federated.settings import FederatedSettings
@@ -115,7 +115,7 @@ def refuse_plateaus_of_steps(schedulers: Sequence[Any]) -> None:
             )
 
 
-def check_validation_interval(trainer: Any, turns: Callable[[], int] | None, stacked: bool) -> list[str]:
+def validation_interval_note(trainer: Any, turns: Callable[[], int] | None, stacked: bool) -> list[str]:
     """A sentence on ``val_check_interval``, if it is a number: it counts turns of the loop, not batches.
 
     Args:
@@ -158,7 +158,7 @@ def check_trained(module: nn.Module, optimizers: Iterable[Optimizer]) -> None:
     if forgotten:
         raise MisconfigurationException(
             f"{len(forgotten)} trainable parameters are in no optimizer and would never be trained:"
-            f" {listed(forgotten)}. Build the optimizer in"
+            f" {join_names(forgotten)}. Build the optimizer in"
             " configure_optimizers() from self.parameters() (which holds the factors by then), or freeze them with"
             " requires_grad_(False)."
         )
@@ -193,10 +193,11 @@ def check_followed(
     gone = sorted(before.keys() - dict(base.module.named_parameters(remove_duplicate=False)).keys())
     if gone:
         raise MisconfigurationException(
-            f"the rounds before round {number} trained {listed(gone)}, which the module no longer has: something has"
+            f"the rounds before round {number} trained {join_names(gone)}, which the module no longer has: something"
+            " has"
             " replaced parameters, as pruning and parametrizations do. Do that before or after the fit."
         )
-    changed = listed(sorted(trained.keys() ^ before.keys()))
+    changed = join_names(sorted(trained.keys() ^ before.keys()))
     reason = why_trained_set_is_fixed(settings)
     if changed and reason:
         raise MisconfigurationException(
@@ -226,7 +227,8 @@ def check_factor_gradients(
     if not unseen:
         return
     problem = (
-        f"the first step gives no gradient to the factors of {listed(unseen)}: the step does not use these layers, or"
+        f"the first step gives no gradient to the factors of {join_names(unseen)}: the step does not use these layers,"
+        " or"
         " uses a weight that the module read before LowRank converted them. Leave such layers out:"
         f" LowRank(exclude={unseen[:3]})."
     )
@@ -399,7 +401,8 @@ def refuse_lazy(module: nn.Module) -> None:
     lazy = [name for name, value in chain(module.named_parameters(), module.named_buffers()) if is_lazy(value)]
     if lazy:
         raise MisconfigurationException(
-            f"{listed(lazy)} {'have' if len(lazy) > 1 else 'has'} no shape yet, as lazy layers have none before their"
+            f"{join_names(lazy)} {'have' if len(lazy) > 1 else 'has'} no shape yet, as lazy layers have none before"
+            " their"
             " first batch: call the module once, module(example), before the fit."
         )
 
@@ -425,7 +428,8 @@ def refuse_batch_norm(module: nn.Module, asking: str, way_out: str = "") -> None
     found = [name for name, layer in module.named_modules() if isinstance(layer, BATCH_NORMS)]
     if found:
         raise MisconfigurationException(
-            f"{asking} cannot bound the influence of single samples on the statistics of BatchNorm ({listed(found)}),"
+            f"{asking} cannot bound the influence of single samples on the statistics of BatchNorm"
+            f" ({join_names(found)}),"
             f" nor keep variances positive under noise: {way_out}use GroupNorm or LayerNorm."
         )
 
@@ -467,7 +471,7 @@ def check_factors_move(module: nn.Module, trained: Iterable[str], asking: str) -
             still.append(layer_name)
     if still:
         raise MisconfigurationException(
-            f"{asking}: the trained factors of {listed(still)} have zero gradients, because each is multiplied by a"
+            f"{asking}: the trained factors of {join_names(still)} have zero gradients, because each is multiplied by a"
             " factor that is zero, so that their steps would be noise alone: train the other factor too (LoRA's B, not"
             " A"
             " alone), or initialise it to other values than zero."
@@ -530,7 +534,8 @@ def notes(module: pl.LightningModule, buffers: BufferPolicy, schedulers: Sequenc
     ]
     if bypassed and torch.backends.mha.get_fastpath_enabled():
         found.append(
-            f"PEFT wrapped parts of {listed(bypassed)}, and torch evaluates an nn.TransformerEncoderLayer by the base"
+            f"PEFT wrapped parts of {join_names(bypassed)}, and torch evaluates an nn.TransformerEncoderLayer by the"
+            " base"
             " weights, without the adapters: call torch.backends.mha.set_fastpath_enabled(False) before the fit, or"
             " validation and test evaluate the model without its adapters."
         )

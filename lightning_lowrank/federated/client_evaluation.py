@@ -27,7 +27,7 @@ from lightning_lowrank.federated.algorithm import CompletesModels, detached
 from lightning_lowrank.federated.data.batches import BatchReader, Request
 from lightning_lowrank.federated.data.device import DeviceData
 from lightning_lowrank.federated.data.evaluation_samples import matched_labels
-from lightning_lowrank.federated.data.labels import find_named_labels, numbered_alike
+from lightning_lowrank.federated.data.labels import find_named_labels, renumber_like
 from lightning_lowrank.federated.data.loader_checks import check_loader
 from lightning_lowrank.federated.data.training_set import RoundData
 from lightning_lowrank.federated.exchange import Exchange
@@ -36,7 +36,7 @@ from lightning_lowrank.federated.logbook import Logbook
 from lightning_lowrank.federated.protocols import Personal, UnequalClients
 from lightning_lowrank.federated.randomness import StepRandomness, step_seed
 from lightning_lowrank.federated.run_files import write_client_table
-from lightning_lowrank.federated.state import changed, copy_into, trained_tensors
+from lightning_lowrank.federated.state import changed_names, copy_into, trained_tensors
 from lightning_lowrank.internals.lightning import HOOK, batch_transfer, log_figures, overrides
 from lightning_lowrank.layers import low_rank_layers, unmerge
 from lightning_lowrank.metric_direction import direction, monitors_of
@@ -61,7 +61,7 @@ def validates_rounds(trainer: pl.Trainer) -> bool:
     return trainer.enable_validation and (last in (None, -1) or last >= every)
 
 
-def left_out(module: pl.LightningModule) -> list[str]:
+def skipped_hook_notes(module: pl.LightningModule) -> list[str]:
     """Sentences on the module's hooks that do not run for each client's own model."""
     kind = type(module).__name__
     return [
@@ -476,7 +476,7 @@ class FurtherModels:
             return False
         live = server.base.parameters(trained_tensors(module))
         shown = server.model
-        return not changed(live, {name: shown[name].to(value.device) for name, value in live.items()})
+        return not changed_names(live, {name: shown[name].to(value.device) for name, value in live.items()})
 
     def _run(
         self,
@@ -544,5 +544,5 @@ class FurtherModels:
             return self._settings.partition.divide_evaluation(dataset, self._data.indices)
         assert self._data.label_values is not None
         labels, names = find_named_labels(dataset, self._settings.labels)
-        labels = numbered_alike(labels, names, self._data.label_names)
+        labels = renumber_like(labels, names, self._data.label_names)
         return matched_labels(self._data.indices, self._data.label_values, labels)

@@ -18,7 +18,7 @@ import safetensors.torch
 import torch
 from torch import Tensor
 
-from lightning_lowrank.federated.safe_files import claim, delete_stale_files, mark
+from lightning_lowrank.federated.safe_files import claim, delete_stale_files, owner_mark
 from lightning_lowrank.federated.state import State
 
 _FOLDER = "lightning_lowrank_clients_"
@@ -145,7 +145,7 @@ class ClientStates:
 
     def _path(self, client: int) -> Path:
         if self._folder is None:
-            self._folder = tempfile.TemporaryDirectory(prefix=f"{_FOLDER}{mark()}~")
+            self._folder = tempfile.TemporaryDirectory(prefix=f"{_FOLDER}{owner_mark()}~")
             claim(Path(self._folder.name))
         return Path(self._folder.name) / f"client_{client}.safetensors"
 

@@ -21,7 +21,7 @@ from lightning_lowrank.federated.checks import check_followed, local_part_advice
 from lightning_lowrank.federated.client_optimizers import ClientOptimizers
 from lightning_lowrank.federated.data.planner import RoundPlan
 from lightning_lowrank.federated.exchange import Exchange, Parts
-from lightning_lowrank.federated.failures import NotFiniteError, not_finite, rows_not_finite
+from lightning_lowrank.federated.failures import NotFiniteError, first_non_finite, non_finite_rows
 from lightning_lowrank.federated.ledger import dense_bytes
 from lightning_lowrank.federated.messages import Message
 from lightning_lowrank.federated.privacy.mean import private_mean
@@ -246,7 +246,7 @@ class Coordinator(Exchange):
         """
         found: dict[int, Exception] = {
             place: NotFiniteError(f"its {name} holds numbers that are not finite")
-            for place, name in rows_not_finite(stacks, self.infinite).items()
+            for place, name in non_finite_rows(stacks, self.infinite).items()
         }
         nbytes = self.wire.uplink.nbytes(message.tensors, message_codec=message.codec)
         infos = [self.info(client.id) for client in clients]
@@ -313,7 +313,7 @@ class Coordinator(Exchange):
                 self._pass_on(arrival, place)
         server.announcement, server.encoded = {}, b""
         self.algorithm.aggregate(server)
-        name = not_finite(server.model, self.infinite)
+        name = first_non_finite(server.model, self.infinite)
         if name is not None:
             server.model = before
             raise MisconfigurationException(

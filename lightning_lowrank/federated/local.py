@@ -26,7 +26,7 @@ from lightning_lowrank.federated.protocols import OwnSteps, inherits
 from lightning_lowrank.internals.advance import ClientTurns, loss_of
 from lightning_lowrank.internals.lightning import HOOK, batch_transfer, overridden_transfer, overrides
 from lightning_lowrank.internals.replaced import replaced
-from lightning_lowrank.internals.torch import bare_step, drop_gradients, is_heard, is_on, run_backward
+from lightning_lowrank.internals.torch import bare_step, drop_gradients, has_observers, is_on, run_backward
 
 _UNSEEN = ("on_before_zero_grad", "on_before_backward", "on_after_backward")
 _OWN_UPDATES = (*_UNSEEN, "backward", "optimizer_zero_grad")
@@ -247,4 +247,4 @@ class LocalTraining(OfTheRun):
 def _steps_plainly(optimizer: Optimizer) -> bool:
     """Whether an optimizer's step with a closure equals a step after the backward pass."""
     known = f"{type(optimizer).__module__}.".startswith(_OPTIMIZERS) and not isinstance(optimizer, torch.optim.LBFGS)
-    return known and not is_heard(optimizer)
+    return known and not has_observers(optimizer)

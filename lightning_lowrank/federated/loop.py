@@ -22,7 +22,7 @@ from rich import get_console
 from torch import nn
 from torch.utils.data import DataLoader
 
-from lightning_lowrank.arguments import listed
+from lightning_lowrank.arguments import join_names
 from lightning_lowrank.buffers import aliases, under_all_names
 from lightning_lowrank.federated.checks import (
     check_callbacks,
@@ -30,16 +30,21 @@ from lightning_lowrank.federated.checks import (
     check_manual_optimization,
     check_memory,
     check_optimizers,
-    check_validation_interval,
     notes,
     refuse_lazy,
     refuse_own_reading,
     refuse_plateaus_of_steps,
     resume_notes,
+    validation_interval_note,
     warn_of_changed_base,
     why_trained_set_is_fixed,
 )
-from lightning_lowrank.federated.client_evaluation import NO_VALIDATION, NOT_JUDGED, left_out, validates_rounds
+from lightning_lowrank.federated.client_evaluation import (
+    NO_VALIDATION,
+    NOT_JUDGED,
+    skipped_hook_notes,
+    validates_rounds,
+)
 from lightning_lowrank.federated.coordinator import Coordinator
 from lightning_lowrank.federated.data.batches import read_on_device
 from lightning_lowrank.federated.data.device import DeviceData
@@ -61,7 +66,7 @@ from lightning_lowrank.federated.progress import Progress
 from lightning_lowrank.federated.protocols import inherits
 from lightning_lowrank.federated.rounds import Rounds
 from lightning_lowrank.federated.run_files import RunMetadata
-from lightning_lowrank.federated.safe_files import name_full_disk, written_whole
+from lightning_lowrank.federated.safe_files import name_full_disk, whole_checkpoints
 from lightning_lowrank.federated.schedule_length import ScheduleLength
 from lightning_lowrank.federated.settings import FederatedSettings
 from lightning_lowrank.federated.state import Server
@@ -250,7 +255,7 @@ class FederatedLoop(FederatedSettings, Callback):
         """Replace the training loader, and protect checkpoints from torn writes."""
         check_namespace(trainer, pl_module)
         self._restore.close()
-        self._restore.enter_context(written_whole(trainer))
+        self._restore.enter_context(whole_checkpoints(trainer))
         keep_base_changes(pl_module)
         if stage != "fit":
             if self.personal_test is not None and self._rounds is None and stage != "predict":
@@ -355,7 +360,7 @@ class FederatedLoop(FederatedSettings, Callback):
         for note in notes(pl_module, self.buffers, trainer.lr_scheduler_configs):
             rank_zero_warn(note)
         if self.personal_test is not None or not inherits(self.algorithm, "variants"):
-            for note in left_out(pl_module):
+            for note in skipped_hook_notes(pl_module):
                 rank_zero_warn(note)
         if self.personal_test is not None and not validates_rounds(trainer):
             rank_zero_warn(f"personal_test={self.personal_test!r} {NO_VALIDATION}")
@@ -394,7 +399,7 @@ class FederatedLoop(FederatedSettings, Callback):
             rank_zero_warn(note)
         data = self._data
         turns = None if self._restored is not None else lambda: data.present_plan().turns
-        for note in check_validation_interval(trainer, turns, self._rounds.execution.stacked):
+        for note in validation_interval_note(trainer, turns, self._rounds.execution.stacked):
             rank_zero_warn(note)
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
@@ -444,7 +449,7 @@ class FederatedLoop(FederatedSettings, Callback):
             of = ""
             if validated and self._validated not in (None, trainer.current_epoch):
                 of = f" (of round {self._validated})" if self._validated else " (before the first round)"
-            evaluated = listed(validated) + of + ", " * bool(validated)
+            evaluated = join_names(validated) + of + ", " * bool(validated)
             traffic = self.ledger.figures()
             plural = "" if trainer.current_epoch == 1 else "s"
             get_console().print(

@@ -21,21 +21,27 @@ from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor
 
 from lightning_lowrank.aggregation.aggregator import home_of
-from lightning_lowrank.arguments import listed
+from lightning_lowrank.arguments import join_names
 from lightning_lowrank.federated.carried_values import CarriedValues
 from lightning_lowrank.federated.checks import global_step_note, readers_in_steps
 from lightning_lowrank.federated.client_evaluation import FurtherModels
 from lightning_lowrank.federated.client_optimizers import ClientOptimizers
 from lightning_lowrank.federated.client_states import ClientStates
 from lightning_lowrank.federated.clock import Clock, LateError, Operations
-from lightning_lowrank.federated.data.loader_checks import leaves_one
+from lightning_lowrank.federated.data.loader_checks import last_batch_is_single
 from lightning_lowrank.federated.data.planner import Chunk
 from lightning_lowrank.federated.data.training_set import RoundData
 from lightning_lowrank.federated.exchange import Exchange, Parts
 from lightning_lowrank.federated.execution.auto import choose_execution
 from lightning_lowrank.federated.execution.base import Execution
 from lightning_lowrank.federated.execution.processes import ClientParallelStrategy, check_processes
-from lightning_lowrank.federated.failures import ClientsFailed, described, is_of_a_client, is_of_lone_sample, named
+from lightning_lowrank.federated.failures import (
+    ClientsFailed,
+    client_names,
+    describe_error,
+    is_client_error,
+    is_single_sample_error,
+)
 from lightning_lowrank.federated.leaks import Isolation, OfTheRun
 from lightning_lowrank.federated.ledger import Ledger, dense_bytes
 from lightning_lowrank.federated.local import LocalTraining
@@ -250,7 +256,7 @@ class Rounds(OfTheRun):
                 raise failed.error from failed.error.__cause__
             self._give_up(chunk.clients, failed.error)
         except Exception as error:
-            if not (local.in_step and is_of_a_client(error)) or self._settings.on_client_error == "raise":
+            if not (local.in_step and is_client_error(error)) or self._settings.on_client_error == "raise":
                 raise
             self._give_up(chunk.clients, error)
         return ends_round
@@ -328,10 +334,10 @@ class Rounds(OfTheRun):
 
     def _drop(self, clients: Sequence[int], error: Exception, before: Mapping[int, State]) -> None:
         """Continue without failed clients, whose states become those of ``before``."""
-        reason = described(error)
+        reason = describe_error(error)
         if reason in self._failed_alike:
             self._failed_alike[reason] += clients
-        elif not (is_of_lone_sample(error) and self._said_lone(clients)):
+        elif not (is_single_sample_error(error) and self._said_lone(clients)):
             together = "" if len(clients) == 1 else ", which step together"
             self._warn_of(clients, f"{together}: {reason}")
             self._failed_alike[reason] = []
@@ -342,12 +348,13 @@ class Rounds(OfTheRun):
         """Warn once of clients whose last batch has one sample; return whether each of ``clients`` has such a batch."""
         loader, samples = self._data.training_loader, self._data.planner.samples
         assert loader is not None
-        lone = [client for client in range(len(samples)) if leaves_one(int(samples[client]), loader)]
+        lone = [client for client in range(len(samples)) if last_batch_is_single(int(samples[client]), loader)]
         if not self._lone_named and not {*clients}.isdisjoint(lone):
             self._lone_named = True
             of = f"{len(lone)} of {len(samples)} clients" if len(lone) > 1 else "a client"
             warnings.warn(
-                f"rounds continue without {of}, whose last batch has one sample: {listed([*map(str, lone)])}. BatchNorm"
+                f"rounds continue without {of}, whose last batch has one sample: {join_names([*map(str, lone)])}."
+                " BatchNorm"
                 f" needs two in training. Set drop_last=True in the training loader, or another batch_size than"
                 f" {loader.batch_size}.",
                 stacklevel=2,
@@ -356,7 +363,7 @@ class Rounds(OfTheRun):
         return {*clients} <= {*lone}
 
     def _warn_of(self, clients: Sequence[int], reason: str) -> None:
-        warnings.warn(f"round {self._progress.round} continues without {named(clients)}{reason}", stacklevel=2)
+        warnings.warn(f"round {self._progress.round} continues without {client_names(clients)}{reason}", stacklevel=2)
 
     def aggregate(self) -> None:
         """End the round, if one is open, and load the new global model into the module."""

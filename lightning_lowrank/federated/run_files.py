@@ -14,7 +14,7 @@ from weakref import WeakSet
 import lightning.pytorch as pl
 from lightning.pytorch.loggers import CSVLogger
 
-from lightning_lowrank.arguments import printable, without_formula
+from lightning_lowrank.arguments import escape_formula, printable
 from lightning_lowrank.federated.data.indices import ClientIndices
 from lightning_lowrank.layers.layer import low_rank_layers
 from lightning_lowrank.run_metadata import read_metadata, software, write_metadata
@@ -101,7 +101,7 @@ def write_client_table(
         return
     rows = [
         [
-            client if names is None else without_formula(printable(str(names[client]).replace("\n", " "))),
+            client if names is None else escape_formula(printable(str(names[client]).replace("\n", " "))),
             count,
             *(values.get(client, "") for values in columns.values()),
         ]

@@ -1,6 +1,6 @@
 """Safe files: checkpoints that are never torn, and temporary files that a later run deletes.
 
-A temporary file or folder has its process's `mark` in its name.
+A temporary file or folder has its process's `owner_mark` in its name.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from lightning.pytorch.plugins.io import TorchCheckpointIO
 from lightning.pytorch.utilities import rank_zero_warn
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
-from lightning_lowrank.arguments import listed
+from lightning_lowrank.arguments import join_names
 from lightning_lowrank.internals.replaced import replaced
 
 _UNFINISHED = ".part"
@@ -31,7 +31,7 @@ _LEAST_FREE = 2**16
 _IN_USE: set[Path] = set()
 
 
-def place() -> str:
+def process_scope() -> str:
     """The scope of process ids: the host and its container (PID namespace)."""
     try:
         namespace = os.readlink("/proc/self/ns/pid").strip("pid:[]")
@@ -40,9 +40,9 @@ def place() -> str:
     return f"{socket.gethostname()}-{namespace}".replace("@", "-")
 
 
-def mark() -> str:
+def owner_mark() -> str:
     """The owner's mark in names of temporary files: ``host-container@process``."""
-    return f"{place()}@{os.getpid()}"
+    return f"{process_scope()}@{os.getpid()}"
 
 
 def claim(path: Path) -> Path:
@@ -62,7 +62,7 @@ def delete_stale_files(marked: Iterable[tuple[Path, str]]) -> None:
         where, _, number = text.rpartition("@")
         if path in _IN_USE or not number.isdecimal():
             continue
-        if where == place():
+        if where == process_scope():
             if int(number) == os.getpid() or not _runs(int(number)):
                 _delete(path)
         elif _is_old(path):
@@ -123,7 +123,7 @@ class WholeCheckpoints(TorchCheckpointIO):
             return
         target = Path(path)
         target.parent.mkdir(parents=True, exist_ok=True)
-        unfinished = claim(target.with_name(f".{target.name}.{mark()}{_UNFINISHED}"))
+        unfinished = claim(target.with_name(f".{target.name}.{owner_mark()}{_UNFINISHED}"))
         delete_stale_files(
             (each, each.name.removesuffix(_UNFINISHED).rpartition(f"{target.suffix}.")[2])
             for each in target.parent.glob(f".*{target.suffix}.*{_UNFINISHED}")
@@ -181,7 +181,8 @@ def name_full_disk(error: BaseException, trainer: Any) -> None:
     folders = sorted(loggers | checkpoints) or [str(trainer.default_root_dir)]
     full = [folder for folder in folders if _full(_existing(Path(folder)))] or folders
     error.strerror = (
-        f"{os.strerror(error.errno)}: the run writes into {listed(full)}. Free space there, or give another folder by"
+        f"{os.strerror(error.errno)}: the run writes into {join_names(full)}. Free space there, or give another folder"
+        " by"
         " Trainer(default_root_dir=...), the logger's save_dir or ModelCheckpoint(dirpath=...)"
     )
     for logger in trainer.loggers:
@@ -207,7 +208,7 @@ def _finalize_without_space(logger: Any) -> None:
     logger.finalize = finalize_if_space
 
 
-def written_whole(trainer: Any) -> AbstractContextManager[None]:
+def whole_checkpoints(trainer: Any) -> AbstractContextManager[None]:
     """A context in which a trainer uses `WholeCheckpoints` in place of Lightning's default."""
     if type(trainer.strategy.checkpoint_io) is not TorchCheckpointIO:
         return nullcontext()

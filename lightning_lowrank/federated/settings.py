@@ -21,7 +21,7 @@ from torch.optim import Optimizer
 from torch.utils.data import Dataset
 
 from lightning_lowrank.aggregation import Aggregator, WeightedMean
-from lightning_lowrank.arguments import SAME_RESULT, Configured, first_ten, listed, plain
+from lightning_lowrank.arguments import SAME_RESULT, Configured, first_ten, join_names, to_plain
 from lightning_lowrank.buffers import treat_as_buffers
 from lightning_lowrank.compression import Codec
 from lightning_lowrank.configuration import check_choice, check_integer, check_number
@@ -289,7 +289,8 @@ class FederatedSettings(Configured):
         twice = sorted(name for name in {*names} if names.count(name) > 1 or name in taken)
         _check(
             not twice,
-            f"stages={self.stages!r} has more than one stage of the key {listed(twice)}: give each a key of its own",
+            f"stages={self.stages!r} has more than one stage of the key {join_names(twice)}: give each a key of its"
+            " own",
         )
         _check(
             self.privacy is None or not any(map(sees_messages, self.stages)),
@@ -435,7 +436,7 @@ class FederatedSettings(Configured):
         assert self.aggregator is not None
         treat_as_buffers(module, self.ema_parameters)
         unsent = [name for name, value in trained_tensors(module).items() if value.is_complex()]
-        _check(not unsent, f"{listed(unsent)}: complex tensors cannot be sent; keep them as torch.view_as_real")
+        _check(not unsent, f"{join_names(unsent)}: complex tensors cannot be sent; keep them as torch.view_as_real")
         base = Base(module, self.experiment_seed, self.buffers, optimizers)
         base.remember_buffers()
         return Server(base, clients=clients, aggregator=self.aggregator.fresh())
@@ -554,7 +555,7 @@ class FederatedSettings(Configured):
         given = self.client_settings
         if not given:
             return {}
-        settings = plain(dict((given(client) if callable(given) else (given or {}).get(client)) or {}))
+        settings = to_plain(dict((given(client) if callable(given) else (given or {}).get(client)) or {}))
         for name in _SETTINGS_OF_LENGTH:
             if name in settings:
                 check_integer(f"client_settings: {name} of client {client}", settings[name])

@@ -200,7 +200,7 @@ class Server:
             shown: What the method last put into the module. Where the module holds just that, ``model`` stays.
         """
         self.base.remember_buffers()
-        found = changed(live, shown)
+        found = changed_names(live, shown)
         self.model.update({name: value.detach().clone() for name, value in live.items() if name in found})
 
     def parameters(self) -> dict[str, Tensor]:
@@ -271,7 +271,7 @@ class Server:
 
 
 @torch.no_grad()
-def changed(live: Mapping[str, Tensor], shown: Mapping[str, Tensor]) -> set[str]:
+def changed_names(live: Mapping[str, Tensor], shown: Mapping[str, Tensor]) -> set[str]:
     """Names of the tensors that differ between two models; waits for each device once only."""
     found, comparisons = set(), {}
     for name, value in live.items():

@@ -182,7 +182,7 @@ def read_site_values(file: str | None) -> dict[str, Any]:
     return values
 
 
-def filled(content: Any, values: Mapping[str, Any], data_root: str | None = None) -> Any:
+def fill_placeholders(content: Any, values: Mapping[str, Any], data_root: str | None = None) -> Any:
     """A recipe's content with the site's values for each ``{site: NAME, default: VALUE}``.
 
     Args:
@@ -195,15 +195,15 @@ def filled(content: Any, values: Mapping[str, Any], data_root: str | None = None
         MisconfigurationException: If a name has neither a value nor a default, or its value leaves ``data_root``.
 
     Example:
-        >>> filled({"lr": 0.1, "num_workers": {"site": "num_workers", "default": 0}}, {"num_workers": 4})
+        >>> fill_placeholders({"lr": 0.1, "num_workers": {"site": "num_workers", "default": 0}}, {"num_workers": 4})
         {'lr': 0.1, 'num_workers': 4}
     """
     if isinstance(content, list):
-        return [filled(each, values, data_root) for each in content]
+        return [fill_placeholders(each, values, data_root) for each in content]
     if not isinstance(content, dict):
         return content
     if not _is_placeholder(content):
-        return {key: filled(value, values, data_root) for key, value in content.items()}
+        return {key: fill_placeholders(value, values, data_root) for key, value in content.items()}
     name = content["site"]
     if name not in values and "default" not in content and not (name == "root" and data_root is not None):
         raise misconfigured(f"the recipe leaves {name!r} to each site: give it in the site's file of own values (site)")
@@ -217,8 +217,8 @@ def filled(content: Any, values: Mapping[str, Any], data_root: str | None = None
     return str(place) if name in _OPENED or place.is_file() else value
 
 
-def left_to_sites(content: Any, values: dict[str, Any]) -> Any:
-    """A recipe's content with placeholders for the site's own values; `filled` is the inverse.
+def insert_placeholders(content: Any, values: dict[str, Any]) -> Any:
+    """A recipe's content with placeholders for the site's own values; `fill_placeholders` is the inverse.
 
     Args:
         content: The content.
@@ -229,13 +229,14 @@ def left_to_sites(content: Any, values: dict[str, Any]) -> Any:
 
     Example:
         >>> values = {}
-        >>> left_to_sites({"data": {"root": "/data", "train": "a.csv", "num_workers": 2}}, values)["data"]["train"]
+        >>> content = {"data": {"root": "/data", "train": "a.csv", "num_workers": 2}}
+        >>> insert_placeholders(content, values)["data"]["train"]
         {'site': 'train', 'default': 'a.csv'}
         >>> values
         {'root': '/data', 'train': 'a.csv', 'num_workers': 2}
     """
     if isinstance(content, list):
-        return [left_to_sites(each, values) for each in content]
+        return [insert_placeholders(each, values) for each in content]
     if not isinstance(content, dict):
         return content
     if _is_placeholder(content):
@@ -244,7 +245,7 @@ def left_to_sites(content: Any, values: dict[str, Any]) -> Any:
     for name, value in content.items():
         is_split = name in _SPLITS and isinstance(value, str) and not set("./\\") & set(value)
         if name not in _OWN or is_split or not (isinstance(value, str) or name == "num_workers"):
-            left[name] = left_to_sites(value, values)
+            left[name] = insert_placeholders(value, values)
             continue
         if values.setdefault(name, value) != value:
             raise misconfigured(

@@ -16,8 +16,8 @@ from flwr.app import Message, RecordDict
 from lightning.pytorch.utilities import rank_zero_warn
 
 from lightning_lowrank.compression import DecodingError
-from lightning_lowrank.federated.failures import described
-from lightning_lowrank.flower.intake import believed
+from lightning_lowrank.federated.failures import describe_error
+from lightning_lowrank.flower.intake import limit_claims
 from lightning_lowrank.flower.messages import JOIN, Fields, JoinAnswer, difference, printable, unpack
 from lightning_lowrank.flower.transport import Silence, Transport
 
@@ -52,7 +52,7 @@ class Members:
         nodes: Ids of the nodes of all clients, in their order; empty: the first node that joins as a client is its
             site.
         count_bound: A site that claims more than this factor times the upper median of all sites' samples, or batches,
-            counts as the median site; see `believed`.
+            counts as the median site; see `limit_claims`.
         rank_limit: The largest rank that a site may state for its client; 0: none.
     """
 
@@ -175,7 +175,7 @@ class Members:
         known = set(range(count)) - set(absent)
         self._owners = {client: owner for client, owner in sorted(self._owners.items()) if client in known}
         for name in ("samples", "batches"):
-            claims = believed([getattr(owner, name) for owner in self._owners.values()], self._count_bound)
+            claims = limit_claims([getattr(owner, name) for owner in self._owners.values()], self._count_bound)
             counts = dict(zip(self._owners, claims, strict=True))
             setattr(self, name, [counts.get(client, 0) for client in range(count)])
         self.implausible = [
@@ -275,7 +275,7 @@ class Admission:
                 raise DecodingError(reply.reason)
             lost = self._members.admit(node, unpack(reply)[0])
         except Exception as error:  # whatever a node says, the others continue
-            message = str(error) if isinstance(error, DecodingError) else described(error)
+            message = str(error) if isinstance(error, DecodingError) else describe_error(error)
             reason = f"node {node}: {printable(message)}"
             self._refused[node] = time.monotonic(), reason
             rank_zero_warn(f"a site that asked to join is refused: {reason}")

@@ -26,7 +26,7 @@ from lightning_lowrank.callbacks.round_pictures import RoundPictures
 from lightning_lowrank.cli.parser import CLI_SETTINGS, BuiltCLI, LowRankCLI, RecipeParser
 from lightning_lowrank.federated.loop import FederatedLoop
 from lightning_lowrank.federated.wire import Wire
-from lightning_lowrank.flower.approval import check_reads_nothing, left_to_sites
+from lightning_lowrank.flower.approval import check_reads_nothing, insert_placeholders
 
 # Callbacks that observe a whole run, which are left out of one client's round.
 ONLY_OF_WHOLE_RUNS = (
@@ -108,7 +108,7 @@ def resolve(configs: Sequence[str | Path]) -> tuple[str, dict[str, Any]]:
     callbacks = given if isinstance(given, list) else [given]
     whole = [each for each in callbacks if issubclass(locate(each["class_path"]), ONLY_OF_WHOLE_RUNS)]  # type: ignore[arg-type]
     trainer["callbacks"] = [each for each in callbacks if each not in whole]
-    content = left_to_sites(content, site)
+    content = insert_placeholders(content, site)
     content["trainer"] |= {name: {"site": name, "default": values["trainer"][name]} for name in _WITH_DEFAULT}
     check_reads_nothing(content)
     return yaml.safe_dump(content, sort_keys=False, allow_unicode=True), {**values, "callbacks": whole}

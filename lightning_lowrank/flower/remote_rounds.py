@@ -39,7 +39,7 @@ from lightning_lowrank.federated.ledger import Ledger, dense_bytes
 from lightning_lowrank.federated.loop import FederatedLoop
 from lightning_lowrank.federated.privacy.mean import Drawing
 from lightning_lowrank.federated.protocols import Personal, UnequalClients, reference, state_rank
-from lightning_lowrank.federated.safe_files import written_whole
+from lightning_lowrank.federated.safe_files import whole_checkpoints
 from lightning_lowrank.federated.site import SEED_IS_KNOWN
 from lightning_lowrank.federated.state import Server, trained_tensors
 from lightning_lowrank.flower.intake import Expected, Intake, expect
@@ -281,7 +281,7 @@ class RemoteRounds(Callback):
         if stage == "fit":
             check_callbacks(self, trainer, pl_module, "sites that sit that round out would not know")
             enter = self._restore.enter_context
-            enter(written_whole(trainer))
+            enter(whole_checkpoints(trainer))
             enter(TrainLoaderSource(trainer).replaced_by(NoBatch()))
             enter(replaced(trainer, reload_dataloaders_every_n_epochs=0, limit_train_batches=1.0, overfit_batches=0.0))
 

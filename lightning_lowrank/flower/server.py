@@ -18,7 +18,7 @@ from lightning.pytorch.callbacks import Checkpoint
 from lightning.pytorch.utilities import rank_zero_info
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
-from lightning_lowrank.flower.approval import filled, read_plain, section_of, state_folder
+from lightning_lowrank.flower.approval import fill_placeholders, read_plain, section_of, state_folder
 from lightning_lowrank.flower.recipe import build
 from lightning_lowrank.flower.remote_rounds import NoBatch, RemoteRounds
 from lightning_lowrank.interop.files import private_files, private_folder, replacing
@@ -129,7 +129,7 @@ def _content(recipe: Path, rounds: int, cohort: int, seed: int, validate: bool) 
     """A recipe's content, with this machine's own values filled in and this run's settings in place of the recipe's."""
     file = recipe.with_name("server.yaml")
     values = read_plain(file.read_bytes(), str(file)) if file.is_file() else {}
-    content: dict[str, Any] = filled(read_plain(recipe.read_bytes(), str(recipe)), values.get("site", {}))
+    content: dict[str, Any] = fill_placeholders(read_plain(recipe.read_bytes(), str(recipe)), values.get("site", {}))
     trainer = {**(content.get("trainer") or {}), **values.get("trainer", {})}
     trainer["callbacks"] = [*(trainer.get("callbacks") or []), *values.get("callbacks", [])]
     for section, name, value, given in (

@@ -27,13 +27,13 @@ from lightning_lowrank.federated.data.indices import ClientIndices
 from lightning_lowrank.federated.data.partitions import Partition
 from lightning_lowrank.federated.data.planner import RoundPlan
 from lightning_lowrank.federated.exchange import Exchange, Parts
-from lightning_lowrank.federated.failures import described
+from lightning_lowrank.federated.failures import describe_error
 from lightning_lowrank.federated.loop import FederatedLoop
 from lightning_lowrank.federated.messages import Message
 from lightning_lowrank.federated.protocols import ChangesBase, reference, state_rank
 from lightning_lowrank.federated.site import SiteExchange
 from lightning_lowrank.federated.state import Base, ClientContext, State, copy_into, trained_tensors
-from lightning_lowrank.flower.approval import filled, read_plain
+from lightning_lowrank.flower.approval import fill_placeholders, read_plain
 from lightning_lowrank.flower.messages import apply_options, signature
 from lightning_lowrank.flower.policy import Policy
 from lightning_lowrank.flower.privacy_account import PrivacyAccount
@@ -264,7 +264,7 @@ class Site:
         return self.round.upload
 
     def _build(self) -> Recipe:
-        content = filled(
+        content = fill_placeholders(
             read_plain(self.policy.approved(self._recipe), "the recipe"), self._site_values, self._data_root
         )
         given = {name: self._site_values[name] for name in OWN_OF_TRAINER if name in self._site_values}
@@ -366,7 +366,7 @@ class Site:
             self._file.replace(damaged)
             rank_zero_warn(
                 f"{self._file}, the state of client {self.client} between rounds, cannot be read"
-                f" ({described(error)}). It was renamed to {damaged.name}, and the site continues as a new client,"
+                f" ({describe_error(error)}). It was renamed to {damaged.name}, and the site continues as a new client,"
                 " without its state of earlier rounds."
             )
             return

@@ -39,7 +39,7 @@ _LINKS = ("httpx", "httpcore", "grpc")
 _RAISED_BY_SITE = ("CLIENT_APP_RAISED_EXCEPTION", "LOAD_CLIENT_APP_EXCEPTION", "INVALID_FAB")
 
 
-def is_passing(error: Error) -> bool:
+def is_temporary(error: Error) -> bool:
     """Whether a node's error may be temporary; an error that the site's own code raised is not.
 
     The names of the codes are not public. Where Flower has them elsewhere, every error counts as one that passes, and a
@@ -55,7 +55,7 @@ def error_reply(message: Message, reason: str) -> Message:
     return Message(Error(getattr(codes, _RAISED_BY_SITE[0], 2), reason), reply_to=message)
 
 
-def is_of_link(error: Exception) -> bool:
+def is_connection_error(error: Exception) -> bool:
     """Whether an error of a Flower grid concerns the connection rather than a message's content."""
     kinds = {kind.__module__.partition(".")[0] for kind in type(error).__mro__}
     return isinstance(error, OSError) or not kinds.isdisjoint(_LINKS)

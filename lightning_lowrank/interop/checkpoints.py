@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lightning_lowrank.arguments import first_ten, listed
+from lightning_lowrank.arguments import first_ten, join_names
 from lightning_lowrank.buffers import under_all_names
 from lightning_lowrank.configuration import misconfigured
 from lightning_lowrank.extras import import_extra
@@ -67,7 +67,7 @@ def dense_checkpoint(
     return dense_state_dict(checkpoint["state_dict"], layers)
 
 
-def put_back(checkpoint: dict[str, Any], own: Mapping[str, Tensor | None], where: str) -> dict[str, str]:
+def restore_frozen(checkpoint: dict[str, Any], own: Mapping[str, Tensor | None], where: str) -> dict[str, str]:
     """Restore frozen weights that `TrainedCheckpoints` left out of a checkpoint, and return their digests by name.
 
     Args:
@@ -82,7 +82,8 @@ def put_back(checkpoint: dict[str, Any], own: Mapping[str, Tensor | None], where
     lacking = sorted(name for name in digests if own.get(name) is None)
     if lacking:
         raise misconfigured(
-            f"the checkpoint leaves out {len(lacking)} frozen weights that {where} does not have: {listed(lacking)}."
+            f"the checkpoint leaves out {len(lacking)} frozen weights that {where} does not have:"
+            f" {join_names(lacking)}."
             " Build the module from the same pretrained model."
         )
     found = {name: digest_of(value) for name, value in own.items() if name in digests and value is not None}
@@ -90,7 +91,7 @@ def put_back(checkpoint: dict[str, Any], own: Mapping[str, Tensor | None], where
     if other:
         raise misconfigured(
             f"the checkpoint belongs to other frozen weights than {where} has: {len(other)} of {len(digests)} differ,"
-            f" {listed(other)}. Build the module from the pretrained weights that the run began with."
+            f" {join_names(other)}. Build the module from the pretrained weights that the run began with."
         )
     checkpoint["state_dict"].update({name: own[name].detach() for name in digests})  # type: ignore[union-attr]
     return dict(digests)
@@ -147,7 +148,7 @@ def adapter_checkpoint(
 
 def _wrapped_adapter(checkpoint: dict[str, Any], state: Mapping[str, Any], folder: Path, module: nn.Module) -> Path:
     """Write the adapter of a checkpoint whose module PEFT wrapped."""
-    put_back(checkpoint, dict(module.named_parameters(remove_duplicate=False)), "the module")
+    restore_frozen(checkpoint, dict(module.named_parameters(remove_duplicate=False)), "the module")
     base = wrapped_tensors(module)
     keep_base_changes(module)
     try:
@@ -164,7 +165,7 @@ def _put_back_frozen(checkpoint: dict[str, Any], layers: Sequence[LayerSpec], mo
     for spec in layers:
         for name in (spec.name, *spec.aliases):
             own[f"{name}.frozen_weight"] = own.get(f"{name}{spec.suffix}")
-    put_back(checkpoint, own, "the module")
+    restore_frozen(checkpoint, own, "the module")
 
 
 def check_is_file(path: str | Path) -> None:
@@ -176,7 +177,7 @@ def check_is_file(path: str | Path) -> None:
     path = Path(path)
     if path.is_dir():
         inside = sorted(str(each) for each in path.rglob("*.ckpt") if each.is_file())
-        remedy = f"give one of {listed(inside)}" if inside else "give the .ckpt file of a run"
+        remedy = f"give one of {join_names(inside)}" if inside else "give the .ckpt file of a run"
         raise misconfigured(f"{path} is not a checkpoint, but a folder: {remedy}.")
     if not path.is_file():
         raise misconfigured(f"{path} is not a checkpoint: there is no such file.")
@@ -204,7 +205,7 @@ def _checked(path: str | Path, checkpoint: Any) -> dict[str, Any]:
     if not isinstance(state, Mapping) or not all(isinstance(name, str) for name in state):
         raise misconfigured(f"{path} is no checkpoint of a Lightning trainer: its state_dict holds no tensors by name.")
     if not any(isinstance(value, Tensor) for value in state.values()):
-        held = f"only {listed([f'{name}={value!r:.40}' for name, value in state.items()])}" if state else "nothing"
+        held = f"only {join_names([f'{name}={value!r:.40}' for name, value in state.items()])}" if state else "nothing"
         raise misconfigured(f"{path} holds no weights: its state_dict holds {held}. Use another checkpoint of the run.")
     if not isinstance(callbacks, Mapping):
         raise misconfigured(f"{path} is no checkpoint of a Lightning trainer: its callbacks have no states by name.")
@@ -226,7 +227,8 @@ def _read(path: str | Path, client: int | str | None) -> dict[str, Any]:
         objects = _objects_in(path) if isinstance(error, pickle.UnpicklingError) else []
         if objects:
             raise misconfigured(
-                f"{path} is not read, because it holds objects other than tensors and plain Python: {listed(objects)}."
+                f"{path} is not read, because it holds objects other than tensors and plain Python:"
+                f" {join_names(objects)}."
                 " They are often hyperparameters, which are then in all checkpoints of the run: call"
                 " save_hyperparameters(ignore=[...]). If you trust the file, read it inside"
                 " torch.serialization.safe_globals([...]) with these classes and functions."
@@ -263,7 +265,7 @@ def _read(path: str | Path, client: int | str | None) -> dict[str, Any]:
                 f"client {client} keeps no model of its own in {path}: "
                 + (f"clients {with_own[:10]} do." if with_own else "its method keeps none on clients.")
             )
-        _refuse_unlike_judged(path, client, checkpoint, own)
+        _refuse_incomplete_model(path, client, checkpoint, own)
         saved, everywhere = checkpoint["state_dict"], under_all_names(own[client], server["aliases"])
         saved.update({name: value for name, value in everywhere.items() if name in saved})
     return checkpoint
@@ -307,12 +309,13 @@ def writable(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     if other:
         raise misconfigured(
             f"a .safetensors file holds dense tensors alone, and these are others:"
-            f" {listed([f'{name} ({kind})' for name, kind in other.items()])}. Make them dense before the run is saved."
+            f" {join_names([f'{name} ({kind})' for name, kind in other.items()])}. Make them dense before the run is"
+            " saved."
         )
     return {name: value.clone(memory_format=torch.contiguous_format) for name, value in tensors.items()}
 
 
-def _refuse_unlike_judged(
+def _refuse_incomplete_model(
     path: str | Path, client: int, checkpoint: Mapping[str, Any], own: Mapping[int, Mapping[str, Tensor]]
 ) -> None:
     """Raise if a checkpoint lacks a part of a client's personal model, as ``personal_test`` evaluates it.
@@ -347,7 +350,7 @@ def _refuse_unlike_judged(
         f"client {client}'s own model cannot be taken from {path}: with these settings of"
         f" {fingerprint['algorithm']['class']} it is a part of the global model, of smaller width or rank, and the"
         " checkpoint does not hold that part. Take the global model, without a client"
-        + (f"; or a client that has all of it: {listed([str(number) for number in whole])}." if whole else ".")
+        + (f"; or a client that has all of it: {join_names([str(number) for number in whole])}." if whole else ".")
     )
 
 

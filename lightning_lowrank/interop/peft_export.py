@@ -16,7 +16,7 @@ import safetensors.torch
 import torch
 from torch import Tensor, nn
 
-from lightning_lowrank.arguments import listed
+from lightning_lowrank.arguments import join_names
 from lightning_lowrank.buffers import persistent_buffers
 from lightning_lowrank.configuration import misconfigured
 from lightning_lowrank.extras import import_extra
@@ -144,7 +144,7 @@ def refuse_inexpressible(described: Outline) -> None:
     """Raise if a layer has no equivalent adapter in PEFT."""
     reasons = [f"{layer.name}: {layer.reason}" for layer in described.layers if layer.reason]
     if reasons:
-        raise misconfigured(f"PEFT cannot express {listed(reasons, '; ')}. {_DENSE.capitalize()}.")
+        raise misconfigured(f"PEFT cannot express {join_names(reasons, '; ')}. {_DENSE.capitalize()}.")
 
 
 def write_adapter(
@@ -175,14 +175,15 @@ def write_adapter(
         )
     folded = [layer.name for layer in layers if layer.folded]
     if folded and base is None:
-        raise misconfigured(f"updates were folded into the frozen weights of {listed(folded)}, {_PART}")
+        raise misconfigured(f"updates were folded into the frozen weights of {join_names(folded)}, {_PART}")
     root = root_of(described, prefix)
     outside = [layer.name for layer in layers if not layer.name.startswith(root)]
     outside += [name for name, trained in described.parameters.items() if trained and not name.startswith(root)]
     outside += [name for name in described.buffers if name.endswith(".running_mean") and not name.startswith(root)]
     if outside:
         raise misconfigured(
-            f"{listed(outside)} {'are' if len(outside) > 1 else 'is'} trained outside {root.removesuffix('.')!r}, to"
+            f"{join_names(outside)} {'are' if len(outside) > 1 else 'is'} trained outside {root.removesuffix('.')!r},"
+            " to"
             ' which names in the folder would be relative: give prefix="" to make the whole module the base model, or'
             " freeze the parameters outside."
         )
@@ -231,7 +232,7 @@ def root_of(described: Outline, prefix: str | None) -> str:
     prefix = prefix.removesuffix(".")
     if prefix not in described.modules:
         children = [name for name in described.modules if name and "." not in name]
-        raise misconfigured(f"prefix is {prefix!r}, and the module's parts are {listed(children)}.")
+        raise misconfigured(f"prefix is {prefix!r}, and the module's parts are {join_names(children)}.")
     return f"{prefix}." if prefix else ""
 
 
@@ -391,7 +392,8 @@ def _wrapped(module: nn.Module) -> Any:
     ]
     if len(found) != 1:
         raise misconfigured(
-            f"the module holds {len(found)} models that PEFT wrapped, {listed([name for name, _ in found])}: export one"
+            f"the module holds {len(found)} models that PEFT wrapped, {join_names([name for name, _ in found])}:"
+            " export one"
             " of them."
         )
     return found[0][1]
@@ -409,7 +411,7 @@ def _chosen(network: Any, adapter: str | None) -> str:
     configs = list(network.peft_config)
     if adapter is not None:
         if adapter not in configs:
-            raise misconfigured(f"adapter is {adapter!r}, and the model has {listed(configs)}.")
+            raise misconfigured(f"adapter is {adapter!r}, and the model has {join_names(configs)}.")
         return adapter
     if len(configs) == 1:
         return configs[0]
@@ -418,7 +420,7 @@ def _chosen(network: Any, adapter: str | None) -> str:
     active = {name for names in found if isinstance(names, (list, tuple)) for name in names}
     chosen = [name for name in configs if name in active]
     if len(chosen) != 1:
-        raise misconfigured(f"the model has the adapters {listed(configs)}: name one, adapter={configs[0]!r}.")
+        raise misconfigured(f"the model has the adapters {join_names(configs)}: name one, adapter={configs[0]!r}.")
     return chosen[0]
 
 
@@ -508,7 +510,8 @@ def _check_unchanged(network: nn.Module, base: Mapping[str, Tensor], held: Colle
     ]
     if differ:
         raise misconfigured(
-            f"{listed(differ)} of the model that PEFT wrapped differ from those of base and belong to no adapter: base"
+            f"{join_names(differ)} of the model that PEFT wrapped differ from those of base and belong to no adapter:"
+            " base"
             " is another network, or training has changed them, as it does the statistics of batch normalisation; name"
             " their modules in modules_to_save."
         )
@@ -526,7 +529,8 @@ def _write(folder: Path, config: Any, tensors: Mapping[str, Tensor]) -> Path:
     objects = [name for name, value in tensors.items() if not isinstance(value, Tensor)]
     if objects:
         raise misconfigured(
-            f"{listed(objects)} of the modules to save is no tensor, as get_extra_state() may return, but an adapter"
+            f"{join_names(objects)} of the modules to save is no tensor, as get_extra_state() may return, but an"
+            " adapter"
             f" folder holds only tensors: {_DENSE}."
         )
     # A set has another order in each process.
@@ -573,7 +577,7 @@ def _name_targets(config: Any, described: Outline, names: Collection[str], root:
     if hidden:
         raise misconfigured(
             f"modules_to_save={saved} were trained whole, but PEFT matches modules_to_save by the ends of names and"
-            f" would save {listed(sorted(hidden))} too: rename the modules, or {_DENSE}."
+            f" would save {join_names(sorted(hidden))} too: rename the modules, or {_DENSE}."
         )
     if any(check_target_module_exists(config, name) for name in others):
         config.target_modules = "|".join(re.escape(name) for name in names)

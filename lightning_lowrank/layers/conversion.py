@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from lightning_lowrank.arguments import listed
+from lightning_lowrank.arguments import join_names
 from lightning_lowrank.internals.torch import digest_of, own_children
 from lightning_lowrank.layers.attention import LowRankMultiheadAttention
 from lightning_lowrank.layers.budget import assign_ranks
@@ -222,4 +222,4 @@ def _reasons(layers: Sequence[Candidate]) -> str:
     names: dict[str, list[str]] = {}
     for layer in layers:
         names.setdefault(layer.reason, []).append(layer.name)
-    return "; ".join(f"{listed(found)}: {reason}" for reason, found in names.items()) or "it has no such layers"
+    return "; ".join(f"{join_names(found)}: {reason}" for reason, found in names.items()) or "it has no such layers"

@@ -33,7 +33,7 @@ from torch import Tensor, nn
 from torch.fx import Proxy
 from torch.nn.utils.parametrize import is_parametrized
 
-from lightning_lowrank.arguments import listed
+from lightning_lowrank.arguments import join_names
 from lightning_lowrank.internals.torch import (
     COMPILED,
     TABLES,
@@ -713,7 +713,7 @@ def _why_other_tensors(names: set[str]) -> str:
     ):
         if signs <= names:
             return f"torch.nn.utils.{made_by} computes its weight from {' and '.join(sorted(signs))}"
-    return f"it holds other tensors than weight and bias: {listed(sorted(names - {'weight', 'bias'})) or 'none'}"
+    return f"it holds other tensors than weight and bias: {join_names(sorted(names - {'weight', 'bias'})) or 'none'}"
 
 
 def take_over_attributes(target: nn.Module, source: nn.Module, hooks: bool) -> None:

@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, TypeVar
 
-from lightning_lowrank.arguments import check_choice, check_integer, check_number, plain
+from lightning_lowrank.arguments import check_choice, check_integer, check_number, to_plain
 from lightning_lowrank.layers.factorization import Factorization, HalfFrozen, MatrixProduct
 
 Role = Literal["update", "weight"]
@@ -100,7 +100,7 @@ class LayerSettings:
 
     def __post_init__(self) -> None:
         for name, value in vars(self).items():
-            object.__setattr__(self, name, plain(value))
+            object.__setattr__(self, name, to_plain(value))
         check_choice("role", self.role, Role)
         check_choice("half_frozen", self.half_frozen, Literal[False, True, "U", "V"])
         check_choice("init", self.init, Init)

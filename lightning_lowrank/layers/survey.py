@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
 
-from lightning_lowrank.arguments import listed
+from lightning_lowrank.arguments import join_names
 from lightning_lowrank.internals.torch import own_parameters
 from lightning_lowrank.layers.attention import LowRankMultiheadAttention
 from lightning_lowrank.layers.convolution import (
@@ -257,7 +257,7 @@ def _refuse_left_alone(argument: str, patterns: Iterable[str], layers: Sequence[
             reasons = [f"{layer.name}: {layer.reason}" for layer in meant]
             raise ValueError(
                 f"{argument} has {pattern!r}, which matches no layer that can be converted"
-                f" ({listed(reasons, '; ')}). Leave it out."
+                f" ({join_names(reasons, '; ')}). Leave it out."
             )
 
 

@@ -10,7 +10,7 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import Tensor, nn
 
 from lightning_lowrank.aggregation import DistanceRule
-from lightning_lowrank.arguments import listed
+from lightning_lowrank.arguments import join_names
 from lightning_lowrank.configuration import check_patterns
 from lightning_lowrank.federated.algorithm import Claims, LocalStep, detached
 from lightning_lowrank.federated.capacities import Capacity
@@ -127,7 +127,7 @@ class FedLoRA(ChangesBase, UnequalClients, Personal):
         check_patterns("keep", self.keep, others, "trained parameter outside the adapters")
         self._kept = {name for name in others if any(matches(pattern, name) for pattern in self.keep)}
         local = [f"the factor {name} of each adapter" for name in self.operator.trained(0) - self.operator.sent_up(0)]
-        local += [listed(sorted(self._kept))] if self._kept else []
+        local += [join_names(sorted(self._kept))] if self._kept else []
         self.claims = replace(self.claims, local_part=" and ".join(local))
         if "initial" not in base.state:
             self._exchange.remember(base, trained, self._kept)

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.optim.optimizer import Optimizer, ParamsT
 
-from lightning_lowrank.arguments import check_choice, check_integer, check_number, plain
+from lightning_lowrank.arguments import check_choice, check_integer, check_number, to_plain
 from lightning_lowrank.optim.deferred import CHANGE, Deferred
 from lightning_lowrank.optim.orthonormal import haar_basis
 from lightning_lowrank.seeding import generator
@@ -71,7 +71,7 @@ class ProjectedOptimizer(Optimizer, ABC):
         if isinstance(param_group, Mapping):
             self._check_options({**self.defaults, **param_group})
         super().add_param_group(param_group)
-        param_group.update({name: plain(value) for name, value in param_group.items() if name != "params"})
+        param_group.update({name: to_plain(value) for name, value in param_group.items() if name != "params"})
         parameters = param_group["params"]
         if any(torch.is_complex(parameter) for parameter in parameters):
             self.param_groups.pop()

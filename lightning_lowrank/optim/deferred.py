@@ -92,7 +92,7 @@ class DeferredWeights:
         Raises:
             NotImplementedError: If it writes into a weight, or differentiates by one.
         """
-        if not self._found or _is_of_its_form(function):
+        if not self._found or _reads_metadata_only(function):
             return arguments, keywords
         into = [
             *(arguments[:1] if changes_in_place(function, keywords) else ()),
@@ -136,7 +136,7 @@ def _refused(function: Any) -> NotImplementedError:
     )
 
 
-def _is_of_its_form(function: Any) -> bool:
+def _reads_metadata_only(function: Any) -> bool:
     """Whether a torch function reads only a tensor's metadata, such as shape or dtype."""
     name = getattr(function, "__name__", "")
     if name == "__get__":

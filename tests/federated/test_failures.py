@@ -16,7 +16,7 @@ from lightning_lowrank import SCAFFOLD, FedAvg, FederatedLoop, FromIndices, Half
 from lightning_lowrank.aggregation import WeightedMean
 from lightning_lowrank.federated import Algorithm
 from lightning_lowrank.federated.client_states import flatten_state
-from lightning_lowrank.federated.failures import described
+from lightning_lowrank.federated.failures import describe_error
 from lightning_lowrank.federated.protocols import UnequalClients, inherits
 from tests.algorithms.methods import LOW_RANK, METHODS, each_method
 from tests.grids import daily, nightly_except
@@ -409,7 +409,7 @@ def test_a_fault_of_all_clients_is_said_once(tmp_path, execution, on_client_erro
 def test_an_error_of_torch_is_placed_at_the_users_line():
     with pytest.raises(RuntimeError) as caught:
         nn.Linear(2, 3)(torch.ones(1, 5))
-    assert f"({Path(__file__).name}:" in described(caught.value)
+    assert f"({Path(__file__).name}:" in describe_error(caught.value)
 
 
 def test_clients_that_fail_alike_are_warned_of_together(tmp_path):

@@ -163,11 +163,11 @@ def test_a_plugin_of_the_users_stays(tmp_path):
 
 def test_what_is_cleared(tmp_path):
     ended = subprocess.run([sys.executable, "-c", "import os; print(os.getpid())"], capture_output=True, check=True)
-    here = safe_files.place()
+    here = safe_files.process_scope()
     marks = {
         "ended": f"{here}@{int(ended.stdout)}",
-        "of a process before this one": safe_files.mark(),
-        "in use": safe_files.mark(),
+        "of a process before this one": safe_files.owner_mark(),
+        "in use": safe_files.owner_mark(),
         "running": f"{here}@1",
         "elsewhere": "other-1@5",
         "old elsewhere": "other-2@5",

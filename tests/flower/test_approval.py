@@ -21,7 +21,13 @@ from lightning_lowrank import FromIndices, MatrixProduct, convert, export_adapte
 from lightning_lowrank.cli import main
 from lightning_lowrank.data import Arrays, TextClassification
 from lightning_lowrank.flower import write_project
-from lightning_lowrank.flower.approval import check_reads_nothing, filled, left_to_sites, read_plain, sentences
+from lightning_lowrank.flower.approval import (
+    check_reads_nothing,
+    fill_placeholders,
+    insert_placeholders,
+    read_plain,
+    sentences,
+)
 from lightning_lowrank.flower.audit import AuditLog
 from lightning_lowrank.flower.client import client_app
 from lightning_lowrank.flower.messages import JOIN, LISTEN, TRAIN, pack
@@ -180,8 +186,8 @@ def test_resolve_leaves_to_sites_what_is_theirs(tmp_path):
     for part in ("MNIST(root=this site's root", "FedAvg", "3 clients", "2 rounds", "torch.optim.SGD", "no noise"):
         assert part in said
     with pytest.raises(MisconfigurationException, match="root"):
-        filled(content, {})
-    assert filled(content, {}, str(tmp_path))["data"]["init_args"]["root"] == str(tmp_path)
+        fill_placeholders(content, {})
+    assert fill_placeholders(content, {}, str(tmp_path))["data"]["init_args"]["root"] == str(tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -201,20 +207,20 @@ def test_what_a_site_fills_in_stays_below_its_data_root(tmp_path):
     (tmp_path / "secret.txt").touch()
     (root / "link").symlink_to(tmp_path)
     content = {"train": {"site": "train", "default": "train.csv"}, "model": {"site": "model"}}
-    assert filled(content, {"model": "model"}, str(root)) == {
+    assert fill_placeholders(content, {"model": "model"}, str(root)) == {
         "train": str(root / "train.csv"),
         "model": str(root / "model"),
     }
     for value in ("../secret.txt", str(tmp_path / "secret.txt"), "link/secret.txt", "link", "/etc/passwd"):
         for name in ("train", "model"):
             with pytest.raises(MisconfigurationException, match="data-root"):
-                filled(content, {"model": "model", name: value}, str(root))
+                fill_placeholders(content, {"model": "model", name: value}, str(root))
 
 
 def test_a_file_of_the_author_is_no_default_for_sites(tmp_path):
     (tmp_path / "a.csv").touch()
     own = {}
-    left = left_to_sites({"data": {"train": "a.csv", "validation": "b.csv"}}, own)["data"]
+    left = insert_placeholders({"data": {"train": "a.csv", "validation": "b.csv"}}, own)["data"]
     assert left == {"train": {"site": "train"}, "validation": {"site": "validation", "default": "b.csv"}}
     assert own["train"] == "a.csv"
     check_reads_nothing(left)

@@ -18,7 +18,7 @@ from lightning_lowrank.cli import main
 from lightning_lowrank.compression import Dense
 from lightning_lowrank.federated import loop
 from lightning_lowrank.flower import remote_rounds
-from lightning_lowrank.flower.approval import filled, read_plain
+from lightning_lowrank.flower.approval import fill_placeholders, read_plain
 from lightning_lowrank.flower.client import client_app
 from lightning_lowrank.flower.recipe import build, check_optimizers
 from lightning_lowrank.flower.remote_rounds import RemoteRounds
@@ -357,7 +357,7 @@ def test_the_command_writes_a_project(tmp_path, monkeypatch, capsys):
     assert build_fab_from_disk(folder)
     content = read_plain((folder / "recipe.yaml").read_bytes(), "it")
     own = read_plain((folder / "server.yaml").read_bytes(), "it")
-    built = build(filled(content, own["site"]))
+    built = build(fill_placeholders(content, own["site"]))
     assert built.trainer.max_epochs == 7
     assert type(built.loop.algorithm) is algorithms.FedMUD
     # The whole recipe, written out, is the same recipe.

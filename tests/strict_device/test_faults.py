@@ -307,7 +307,7 @@ def test_one_process_of_client_parallel_makes_the_same_steps(tmp_path, counted, 
         assert steps == (3 if execution == "vectorized" else 12)
         if execution == "vectorized":
             assert [waits(calls) for calls in counted[5 * steps :]] == [[]] * steps
-        assert not why_not.steps_are_seen(module.trainer, loop.algorithm)
+        assert not why_not.steps_are_observed(module.trainer, loop.algorithm)
     assert_same(*ends)
 
 

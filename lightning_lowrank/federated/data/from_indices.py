@@ -23,7 +23,7 @@ from torch.utils.data import Dataset, Subset
 
 from lightning_lowrank.federated.data.columns import Column, length_of, to_column
 from lightning_lowrank.federated.data.indices import ClientIndices, index_tensor
-from lightning_lowrank.federated.data.partitions import Partition, agreed, natural
+from lightning_lowrank.federated.data.partitions import Partition, check_client_count, natural_sort_key
 from lightning_lowrank.federated.data.plain_files import owners_in_file, read_plain
 from lightning_lowrank.federated.data.rows import Rows, rows_of
 
@@ -140,7 +140,7 @@ class FromIndices(Partition):
     def count_clients(self, clients: int | None, keys: Column | None) -> int:
         """The number of clients."""
         number = len(self._train.sizes)
-        return agreed(clients, number, f"indices has {number} lists, one for each client")
+        return check_client_count(clients, number, f"indices has {number} lists, one for each client")
 
     def divide_evaluation(self, dataset: Dataset, clients: ClientIndices) -> list[Tensor]:
         """See `Partition.divide_evaluation`; uses the indices given for ``"test"``."""
@@ -240,4 +240,4 @@ def _sorted_clients(content: Mapping[Any, Any]) -> dict[Any, Any]:
         raise MisconfigurationException(
             f"indices names the client {twice[0]} twice, as an integer and as a string: give it one name."
         )
-    return {name: content[name] for name in sorted(content, key=natural)}
+    return {name: content[name] for name in sorted(content, key=natural_sort_key)}

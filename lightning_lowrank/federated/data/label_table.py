@@ -16,7 +16,7 @@ from torch import Tensor
 from lightning_lowrank.arguments import first_ten
 from lightning_lowrank.federated.data.columns import Column
 from lightning_lowrank.federated.data.indices import ClientIndices
-from lightning_lowrank.federated.data.partitions import Partition, agreed, deal
+from lightning_lowrank.federated.data.partitions import Partition, check_client_count, deal
 from lightning_lowrank.federated.data.plain_files import read_columns, read_plain
 from lightning_lowrank.seeding import generator
 
@@ -71,7 +71,7 @@ class LabelTable(Partition):
 
     def count_clients(self, clients: int | None, keys: Column | None) -> int:
         """The number of clients in the table."""
-        return agreed(clients, len(self._rows), f"counts has {len(self._rows)} clients")
+        return check_client_count(clients, len(self._rows), f"counts has {len(self._rows)} clients")
 
     def assign(self, size: int, clients: int, seed: int, labels: Tensor | None, keys: Column | None) -> ClientIndices:
         """See `Partition.assign`."""

@@ -66,7 +66,7 @@ def find_named_labels(
     return torch.from_numpy(codes.astype(np.int64)), tuple(names.tolist())
 
 
-def numbered_alike(labels: Tensor, names: Sequence[str] | None, wanted: Sequence[str] | None) -> Tensor:
+def renumber_like(labels: Tensor, names: Sequence[str] | None, wanted: Sequence[str] | None) -> Tensor:
     """Renumber the labels of one dataset like those of another, such as a validation set's like the training set's.
 
     Args:

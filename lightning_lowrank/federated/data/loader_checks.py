@@ -23,7 +23,7 @@ from torch.utils.data import (
     WeightedRandomSampler,
 )
 
-from lightning_lowrank.arguments import listed
+from lightning_lowrank.arguments import join_names
 from lightning_lowrank.federated.data.lengths import LengthGroupedSampler
 
 
@@ -73,7 +73,7 @@ def check_loader(loader: Any, training: bool = True, weighted: bool = False) -> 
             " dataset (with __getitem__ and __len__)."
         )
     if isinstance(loader.dataset, Mapping) and all(isinstance(name, str) for name in loader.dataset):
-        splits = listed([repr(name) for name in loader.dataset])
+        splits = join_names([repr(name) for name in loader.dataset])
         raise MisconfigurationException(
             f"{needed} got one of a {type(loader.dataset).__name__} with the entries {splits}, not of samples: give one"
             f" of its data sets, such as dataset[{next(iter(loader.dataset), 'train')!r}]."
@@ -169,12 +169,12 @@ def batches_of(samples: np.ndarray, loader: DataLoader) -> np.ndarray:
     return samples // size if loader.drop_last else -(-samples // size)
 
 
-def leaves_one(samples: int, loader: DataLoader) -> bool:
+def last_batch_is_single(samples: int, loader: DataLoader) -> bool:
     """Whether the last batch of a pass over ``samples`` samples has a single sample.
 
     Example:
         >>> loader = DataLoader(range(100), batch_size=8)
-        >>> [leaves_one(samples, loader) for samples in (0, 1, 8, 17)]
+        >>> [last_batch_is_single(samples, loader) for samples in (0, 1, 8, 17)]
         [False, True, False, True]
     """
     size = cast(int, loader.batch_size)

@@ -54,7 +54,7 @@ def _check_count(name: str, value: int, minimum: int) -> int:
     return value
 
 
-def agreed(clients: int | None, number: int, known: str) -> int:
+def check_client_count(clients: int | None, number: int, known: str) -> int:
     """``number``, which the partition implies; raises if the user gave another number, with ``known`` as the reason."""
     if clients is not None and clients != number:
         raise MisconfigurationException(f"clients={clients}, but {known}: set clients={number}, or leave it out.")
@@ -546,7 +546,7 @@ class ByKey(Partition):
         return self._agreed_count(clients, len(self._categories(keys)[0]))
 
     def _agreed_count(self, clients: int | None, number: int) -> int:
-        return agreed(clients, number, f"key={self.key!r} has {number} different values, each a client")
+        return check_client_count(clients, number, f"key={self.key!r} has {number} different values, each a client")
 
     def _categories(self, keys: Column | None) -> tuple[np.ndarray, np.ndarray]:
         if keys is None:
@@ -556,7 +556,7 @@ class ByKey(Partition):
         names, codes = np.unique(keys, return_inverse=True)
         if names.dtype.kind != "U":
             return names, codes
-        order = np.array(sorted(range(len(names)), key=lambda place: natural(names[place])), dtype=np.int64)
+        order = np.array(sorted(range(len(names)), key=lambda place: natural_sort_key(names[place])), dtype=np.int64)
         return names[order], order.argsort()[codes]
 
     def assign(self, size: int, clients: int, seed: int, labels: Tensor | None, keys: Column | None) -> ClientIndices:
@@ -565,7 +565,7 @@ class ByKey(Partition):
         return _from_owners(torch.from_numpy(codes.astype(np.int64)), clients, names.tolist())
 
 
-def natural(name: Any) -> tuple[tuple[int, int, str], ...]:
+def natural_sort_key(name: Any) -> tuple[tuple[int, int, str], ...]:
     """A sort key that compares numbers inside names by value.
 
     Example:

@@ -11,7 +11,7 @@ from torch.utils.data import DataLoader
 
 from lightning_lowrank.federated.data.batches import BatchReader, Request
 from lightning_lowrank.federated.data.loader_checks import batches_of
-from lightning_lowrank.federated.data.sampling import drawn_by_poisson, rate_of
+from lightning_lowrank.federated.data.sampling import poisson_sample, rate_of
 from lightning_lowrank.federated.randomness import StepRandomness, step_seed
 from lightning_lowrank.seeding import derive_seed
 
@@ -56,7 +56,7 @@ class PoissonLoader:
     def drawn(self, number: int) -> np.ndarray:
         """The drawn samples of batch ``number``, counted over all fits; there may be none."""
         rate = rate_of(len(self.samples), self.batch_size)
-        return drawn_by_poisson(self.samples, rate, self._poisson(), "poisson", number)
+        return poisson_sample(self.samples, rate, self._poisson(), "poisson", number)
 
     def requests(self) -> Iterator[Request]:
         """Iterate over the requests of the epoch's remaining batches."""

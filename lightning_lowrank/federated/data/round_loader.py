@@ -19,7 +19,7 @@ from lightning_lowrank.federated.data.indices import ClientIndices
 from lightning_lowrank.federated.data.lengths import group_by_length
 from lightning_lowrank.federated.data.loader_checks import lengths_of, weights_of
 from lightning_lowrank.federated.data.planner import Chunk, RoundPlan
-from lightning_lowrank.federated.data.sampling import drawn_by_poisson, rate_of
+from lightning_lowrank.federated.data.sampling import poisson_sample, rate_of
 from lightning_lowrank.federated.randomness import StepRandomness, step_seed
 from lightning_lowrank.seeding import derive_seed, generator
 
@@ -163,7 +163,7 @@ class RoundLoader:
         assert self._poisson is not None
         samples = np.asarray(self._clients[client])
         rate = rate_of(len(samples), self.batch_size)
-        return drawn_by_poisson(samples, rate, self._poisson(), "poisson", round_number, client, step)
+        return poisson_sample(samples, rate, self._poisson(), "poisson", round_number, client, step)
 
     def _client_batches(self, round_number: int, client: int, count: int) -> Iterator[np.ndarray]:
         if self._poisson is not None:

@@ -33,7 +33,7 @@ from lightning_lowrank.federated.execution.why_not import (
     CannotMap,
     cause_of,
     hooks_around_steps,
-    steps_are_seen,
+    steps_are_observed,
     unsupported_reason,
 )
 from lightning_lowrank.federated.objective import loss_of
@@ -95,7 +95,7 @@ def choose_execution(
             choice = _fastest(trainer, data, _TRIED_STEPS, reason)
         else:
             reason, size = _compared(trainer, data, size)
-            defers = not steps_are_seen(trainer, exchange.algorithm)
+            defers = not steps_are_observed(trainer, exchange.algorithm)
             choice = _fastest(trainer, data, size, reason, defers, exchange.settings.compile)
         wanted, channels_last, grounds = choice if processes is None else processes.broadcast(choice)
         if trainer.is_global_zero:

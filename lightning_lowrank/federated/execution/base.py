@@ -16,7 +16,7 @@ from lightning_lowrank.federated.algorithm import LocalStep
 from lightning_lowrank.federated.client_optimizers import ClientOptimizers
 from lightning_lowrank.federated.data.planner import Chunk
 from lightning_lowrank.federated.exchange import Exchange
-from lightning_lowrank.federated.failures import ClientsFailed, turn_of
+from lightning_lowrank.federated.failures import ClientsFailed, errors_of
 from lightning_lowrank.federated.leaks import OfTheRun
 from lightning_lowrank.federated.logbook import Logbook
 from lightning_lowrank.federated.messages import Message
@@ -178,7 +178,7 @@ class Execution(OfTheRun, ABC):
         self.clients = [dataclasses.replace(each, steps=min(each.steps, made)) for each in self.clients]
 
     def _begin_client(self, client: ClientContext, message: Message) -> None:
-        with turn_of(client.id):
+        with errors_of(client.id):
             self.algorithm.begin(client, message)
             self._begin_extras(client)
             self.exchange.began(client)
@@ -195,7 +195,7 @@ class Execution(OfTheRun, ABC):
     def _end_client(self, client: ClientContext) -> Exception | None:
         """Send the client's message; if that fails, return the error."""
         try:
-            with turn_of(client.id):
+            with errors_of(client.id):
                 packet = self.exchange.pack(client, self.algorithm.end(client))
         except ClientsFailed as failed:
             return failed.error

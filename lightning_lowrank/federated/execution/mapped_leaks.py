@@ -18,7 +18,7 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import Tensor, nn
 from torchmetrics import Metric
 
-from lightning_lowrank.federated.execution.why_not import CannotMap, updates
+from lightning_lowrank.federated.execution.why_not import CannotMap, metric_update_reason
 from lightning_lowrank.federated.leaks import as_code, plain_entries, reachable
 from lightning_lowrank.internals.replaced import replaced
 from lightning_lowrank.internals.torch import TorchDispatchMode, is_mapped, is_transformed, own_buffers, writes
@@ -116,7 +116,7 @@ class MappedStepGuard:
     def _refuse_changes(self) -> None:
         metric = self.updated_metric()
         if metric:
-            raise CannotMap(updates(metric))
+            raise CannotMap(metric_update_reason(metric))
         for name, item in reachable("self", self._module):
             if isinstance(item, (list, set, deque)) and any(map(_is_of_clients, item)):
                 raise CannotMap(
@@ -174,7 +174,7 @@ def _placeholder(name: str) -> Tensor:
 
 
 @contextmanager
-def refused_writes(module: pl.LightningModule, hook: str) -> Iterator[None]:
+def refuse_writes(module: pl.LightningModule, hook: str) -> Iterator[None]:
     """A context that refuses writes by a hook to the module's tensors, which hold the global model."""
     original = getattr(module, hook)
 

@@ -32,7 +32,7 @@ from lightning_lowrank.federated.execution.base import while_training
 from lightning_lowrank.federated.execution.compiled import CompiledSteps, Inputs, Results, differ, tensors_in
 from lightning_lowrank.federated.execution.mapped_layers import StackedProducts
 from lightning_lowrank.federated.execution.mapped_leaks import MappedStepGuard, MappedTensors
-from lightning_lowrank.federated.execution.why_not import CannotMap, cause_of, updates
+from lightning_lowrank.federated.execution.why_not import CannotMap, cause_of, metric_update_reason
 from lightning_lowrank.federated.leaks import OfTheRun, reachable
 from lightning_lowrank.federated.logbook import Logbook
 from lightning_lowrank.federated.objective import loss_of
@@ -61,7 +61,7 @@ LOGGED_AGAIN = "\0"
 """Added to a name that a step has logged before."""
 
 
-def _homes(module: nn.Module, names: Mapping[Tensor, str]) -> list[tuple[MutableMapping[str, Any], str, str]]:
+def _locations(module: nn.Module, names: Mapping[Tensor, str]) -> list[tuple[MutableMapping[str, Any], str, str]]:
     """For each tensor: the table of the submodule that contains it, its key in that table, and its full name."""
     return [
         (table, key, names[tensor])
@@ -128,7 +128,7 @@ class ClientStack(OfTheRun):
         self.active = count
         self._objective = objective
         self.round_state: State = {}
-        self._homes = _homes(module, {tensor: name for name, tensor in live.items()})
+        self._homes = _locations(module, {tensor: name for name, tensor in live.items()})
         self._deferrable = self._weights_of_linear_layers() if defers else []
         # Compiled steps come in few stack sizes, which may exceed the number of clients.
         rows = count if compiled is None else max(count, compiled.size_for(count))
@@ -427,7 +427,7 @@ class ClientStack(OfTheRun):
                 )
         except (RuntimeError, ValueError, NotImplementedError, TypeError) as error:
             metric = self._guard.updated_metric()
-            cause = updates(metric) if metric else cause_of(error)
+            cause = metric_update_reason(metric) if metric else cause_of(error)
             if not self._falls_back:
                 raise CannotMap(cause) from error
             self._guard.mapped = False

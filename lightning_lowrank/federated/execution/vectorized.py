@@ -18,15 +18,15 @@ from lightning_lowrank.federated.coordinator import Coordinator
 from lightning_lowrank.federated.data.planner import Chunk
 from lightning_lowrank.federated.execution.base import Execution
 from lightning_lowrank.federated.execution.compiled import CompiledSteps
-from lightning_lowrank.federated.execution.mapped_leaks import MappedStepGuard, refused_writes
+from lightning_lowrank.federated.execution.mapped_leaks import MappedStepGuard, refuse_writes
 from lightning_lowrank.federated.execution.stack import ClientStack
 from lightning_lowrank.federated.execution.why_not import (
     ActsOnStacks,
     hooks_around_steps,
     reason_of_hooks,
-    steps_are_seen,
+    steps_are_observed,
 )
-from lightning_lowrank.federated.failures import ClientsFailed, turn_of
+from lightning_lowrank.federated.failures import ClientsFailed, errors_of
 from lightning_lowrank.federated.protocols import UnequalClients, inherits
 from lightning_lowrank.federated.state import ClientContext, State, slice_tree, stack_trees
 from lightning_lowrank.internals.peft import is_base_change
@@ -72,7 +72,7 @@ class Vectorized(Execution):
     def start(self) -> None:
         """Forbid hooks around steps to change the module's tensors, which hold the global model."""
         for hook in hooks_around_steps(self.module):
-            self._guards.enter_context(refused_writes(self.module, hook))
+            self._guards.enter_context(refuse_writes(self.module, hook))
 
     def stop(self) -> None:
         """Restore the module's hooks."""
@@ -142,7 +142,7 @@ class Vectorized(Execution):
     def _succeeds(self, client: ClientContext, failed: dict[int, Exception], act: Callable[[], None]) -> bool:
         """Run ``act`` for a client and record an error in ``failed``; return whether it succeeded."""
         try:
-            with turn_of(client.id):
+            with errors_of(client.id):
                 act()
         except ClientsFailed as error:
             if self.settings.on_client_error == "raise":
@@ -176,7 +176,7 @@ class Vectorized(Execution):
             self._guard,
             self.settings.execution == "auto",
             self.compiled_steps,
-            defers=not steps_are_seen(self.trainer, self.algorithm),
+            defers=not steps_are_observed(self.trainer, self.algorithm),
             logbook=self.logbook,
         )
 

@@ -87,7 +87,7 @@ def cause_of(error: Exception) -> str:
     return f"{sentence}; torch says: {message}" if sentence else f"{type(error).__name__}: {message}"
 
 
-def updates(metric: str) -> str:
+def metric_update_reason(metric: str) -> str:
     """A sentence on a metric that the training step updates."""
     return f"it updates the metric {metric}, whose state is one for all clients; log its value instead"
 
@@ -115,7 +115,7 @@ class ActsOnStacks(Protocol):
         """Change the gradients of stacked parameters ``[clients, …]``, given by name."""
 
 
-def steps_are_seen(trainer: Any, algorithm: Algorithm) -> bool:
+def steps_are_observed(trainer: Any, algorithm: Algorithm) -> bool:
     """Whether anything besides the optimizer may read gradients in steps or weights between steps."""
     module = trainer.lightning_module
     if (

@@ -19,7 +19,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from lightning_lowrank.aggregation.aggregator import float64_device
-from lightning_lowrank.arguments import listed
+from lightning_lowrank.arguments import join_names
 from lightning_lowrank.federated.algorithm import Algorithm, detached
 from lightning_lowrank.federated.checks import check_factors_move, refuse_batch_norm
 from lightning_lowrank.federated.messages import Message
@@ -348,7 +348,8 @@ def check_carries_noise(message: Message, sender: str) -> None:
     narrow = [name for name, value in message.tensors.items() if value.is_floating_point() and value.itemsize < 4]
     if narrow:
         raise MisconfigurationException(
-            f"{needs} {sender} sends {listed(narrow)} in 16 bits, which round a part of it away: train in 32 bits, as"
+            f"{needs} {sender} sends {join_names(narrow)} in 16 bits, which round a part of it away: train in 32 bits,"
+            " as"
             " precision='bf16-mixed' does, or use noise_at='server'."
         )
 

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.func import functional_call, grad, vmap
 from torchmetrics import Metric
 
-from lightning_lowrank.arguments import listed
+from lightning_lowrank.arguments import join_names
 from lightning_lowrank.federated.execution.compiled import tensors_in
 from lightning_lowrank.federated.execution.mapped_leaks import MappedTensors
 from lightning_lowrank.federated.execution.stack import LOGGED_AGAIN, captured_logs
@@ -196,7 +196,7 @@ class SampleGradients:
         if changed:
             self._mapped_tensors.remove()
             raise MisconfigurationException(
-                f"DifferentialPrivacy clips gradients, and training_step also changes {listed(changed)}, which uses"
+                f"DifferentialPrivacy clips gradients, and training_step also changes {join_names(changed)}, which uses"
                 " values of samples without clipping: leave such buffers and metrics out of the training step."
             )
 

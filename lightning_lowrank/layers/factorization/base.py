@@ -31,7 +31,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from lightning_lowrank.registry import registered
+from lightning_lowrank.registry import subclasses_by_name
 
 HalfFrozen = bool | Literal["U", "V"]
 """Which of the factors ``U`` and ``V`` is drawn and never trained; ``True`` means ``"U"``."""
@@ -358,7 +358,7 @@ def factorization_from_dict(description: Mapping[str, Any]) -> Factorization:
         raise ValueError(
             f'a factorization\'s description must have the keys "name" and "arguments", but has {sorted(description)}.'
         )
-    defined = registered(Factorization)
+    defined = subclasses_by_name(Factorization)
     if description["name"] not in defined:
         raise ValueError(
             f"no factorization is named {description['name']!r}; defined are "
