@@ -147,10 +147,9 @@ class LowRank(Configured, Callback):
         self._added = self._made_later(pl_module)
         if self._added:
             rank_zero_warn(
-                f"LowRank: {join_names(self._added)} came into {type(pl_module).__name__} after its layers were"
-                " converted,"
-                " and is not converted. To convert it as well, call lightning_lowrank.recover(module) before"
-                " fit()."
+                f"LowRank: {join_names(self._added)} was added to {type(pl_module).__name__} after its layers were"
+                " converted, and is not converted. To convert it as well, call lightning_lowrank.recover(module)"
+                " before fit()."
             )
         done: _Converted = pl_module.lowrank_conversion  # type: ignore[assignment]
         if self.summary and not done.printed:

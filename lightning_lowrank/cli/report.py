@@ -154,8 +154,8 @@ def report(
             lacks = f"its metrics.csv has no round{first} that can be read" + f" ({run.problem})" * bool(run.problem)
             lacks = f"it logged no {metric}" if run.count else lacks
             notes.append(f"{run.folder} is left out: {lacks if run.trained else 'it only evaluated a model'}")
-        elif run.went_on:
-            began = f"went on from another run in round {run.began}"
+        elif run.continues:
+            began = f"went on from another run in round {run.first_round}"
             notes.append(f"{run.folder} {began}: its figures are of the rounds from there on")
     folders = ["\n".join(str(run.folder) for run in group) for group in groups.values()]
     tables = {
@@ -240,7 +240,7 @@ class Goal:
             values, target = values.astype(np.float32), np.float32(self.target)
         places = np.flatnonzero(values >= target if self.higher else values <= target)
         # A run that continues another run may have reached the target there already.
-        return None if not len(places) or (run.went_on and places[0] == 0) else int(rounds[places[0]]) + 1
+        return None if not len(places) or (run.continues and places[0] == 0) else int(rounds[places[0]]) + 1
 
     def until(self, run: Run, name: str, unit: float = 1) -> float | None:
         """The value of a figure in the round that reached the target; without a name, the round's number."""

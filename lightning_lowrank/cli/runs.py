@@ -147,19 +147,23 @@ class Run:
         return found
 
     @property
-    def began(self) -> int | None:
+    def first_round(self) -> int | None:
         """The number of the first round, if it is known."""
         return int(self.metadata["first_round"][0]) if "first_round" in self.metadata else None
 
     @property
-    def went_on(self) -> bool:
+    def continues(self) -> bool:
         """Whether the run continues another run, whose first rounds are in that run's folder."""
-        return self.began is not None and self.began > 1
+        return self.first_round is not None and self.first_round > 1
 
     @property
     def seconds(self) -> float | None:
         """The seconds of all rounds; ``None`` for a run that was killed or cut, or continues another."""
-        return self.metadata["seconds"][0] if "seconds" in self.metadata and self.began == 1 and not self.cut else None
+        return (
+            self.metadata["seconds"][0]
+            if "seconds" in self.metadata and self.first_round == 1 and not self.cut
+            else None
+        )
 
     @cached_property
     def software(self) -> dict[str, str]:

@@ -172,7 +172,7 @@ class TensorImages(HasColumns, Dataset[tuple[Tensor, int]]):
         """Fetch the samples at ``indices`` (non-negative) with one gather, normalised and augmented."""
         rows = torch.as_tensor(indices, dtype=torch.long)
         reader = _RowsOfImages(self)
-        kept = reader.made(len(rows)) if self.deterministic else None
+        kept = reader.cached(len(rows)) if self.deterministic else None
         if kept is not None:
             return ImageBatch(*(tensor.index_select(0, rows) for tensor in kept))
         made = reader.make([tensor.index_select(0, rows) for tensor in reader.tensors], reader.draw(len(rows), None))
@@ -248,7 +248,7 @@ class _RowsOfImages:
             found.append((torch.rand(1, samples, generator=generator) < 0.5).long())
         return torch.cat(found) if len(found) > 1 else found[0] if found else None
 
-    def made(self, samples: int) -> list[Tensor] | None:
+    def cached(self, samples: int) -> list[Tensor] | None:
         """Normalised images and targets from the cache; ``None`` without a cache."""
         images = self._images.normalised.of(self._images, samples)
         return None if images is None else [images, self._images.targets]

@@ -135,7 +135,7 @@ class Attack(Configured, ABC):
         raise NotImplementedError
 
     @torch.no_grad()
-    def forged(
+    def forge_all(
         self,
         arrivals: Sequence[Arrival],
         members: Sequence[int],
@@ -477,7 +477,7 @@ class Attackers(RoundStage):
             return []
         origins = {arrival.client.id: self._origin_of(arrival) for arrival in arrivals}
         seed = derive_seed(self._seed, "attack", self._round)
-        return self._attack.forged(arrivals, sorted(self.members), origins, seed)
+        return self._attack.forge_all(arrivals, sorted(self.members), origins, seed)
 
     def _origin_of(self, arrival: Arrival) -> Mapping[str, Tensor]:
         origin = arrival.find_origin(arrival.client)

@@ -213,9 +213,11 @@ class Coordinator(Exchange):
         """A template of the client's message: the same names, shapes, types and codec, without its values."""
         # Copies, because the module may hold a client's values, or the global model while clients step together.
         model = detached(trained_tensors(self.server.base.module))
-        return self.untrained(client, self.broadcasts.packet(client).received, model)
+        return self.untrained_message(client, self.broadcasts.packet(client).received, model)
 
-    def untrained(self, client: ClientInfo, received: Mapping[str, Tensor], model: Mapping[str, Tensor]) -> Message:
+    def untrained_message(
+        self, client: ClientInfo, received: Mapping[str, Tensor], model: Mapping[str, Tensor]
+    ) -> Message:
         """The message that a client would send without a training step.
 
         Args:

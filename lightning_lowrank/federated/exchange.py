@@ -182,7 +182,7 @@ class Exchange(ABC):
             find_labels=lambda: self._labels(client),
         )
 
-    def began(self, client: ClientContext) -> None:
+    def note_begun(self, client: ClientContext) -> None:
         """Notify the stages that a client has begun the round."""
         for stage in self.stages:
             stage.began(client)

@@ -197,7 +197,7 @@ class Rounds(OfTheRun):
         self.execution.begin_round()
         self._isolation.begin_round()
         progress.client_steps_before = progress.client_steps
-        idle = self._data.planner.listening - len(plan.clients) - len(plan.failed)
+        idle = self._data.planner.broadcast_receivers - len(plan.clients) - len(plan.failed)
         self.exchange.begin_round(plan, self.execution.live, idle)
         self.exchange.answers.check(len(plan.clients))
         progress.round_open, self._ended, self._failed_alike = True, False, {}

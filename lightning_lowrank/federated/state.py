@@ -77,7 +77,7 @@ class Base:
     def fold(self, name: str, weight: Tensor, change: Tensor) -> None:
         """Add a change to a frozen weight, and record that in ``state``; for `Algorithm.setup` and ``update_base``.
 
-        The sum of all changes to a weight of 16 bits is kept beside it in single precision, as part of ``state``, and
+        The sum of all changes to a weight of 16 bits is also kept in single precision, as part of ``state``, and
         the weight is that sum rounded once. Otherwise each rounding would lose what changes by less than the weight's
         spacing. It takes 4 bytes for each number of the weight, in memory and in checkpoints, beside the weight's 2.
 

@@ -60,7 +60,7 @@ def expect(coordinator: Coordinator, packets: Mapping[int, Packet], live: Mappin
         for client, packet in packets.items():
             info = coordinator.info(client)
             UnequalClients.of(algorithm).configure(base, info)
-            sent = coordinator.untrained(info, packet.received, live)
+            sent = coordinator.untrained_message(info, packet.received, live)
             schema = Schema.of(sent.tensors, sent.limits)
             expected[client] = Expected(schema, sent.codec, packet.received)
     finally:

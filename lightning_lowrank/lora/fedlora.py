@@ -138,7 +138,7 @@ class FedLoRA(ChangesBase, UnequalClients, Personal):
     def broadcast(self, server: Server, client: ClientInfo) -> Message:
         """The factors that the client lacks, cut to its rank, and the rest of the model."""
         level, factors = self._ranks.level(client), self._ranks.adapters.factors
-        known, due = self._exchange.known_of(server, client.id), self._exchange.due(server, client.id, level)
+        known, due = self._exchange.global_values(server, client.id), self._exchange.due(server, client.id, level)
         down = {name: value for name, value in server.sent_down().items() if name not in factors.keys() | self._kept}
         for parameter, (adapter, name) in factors.items():
             if name in due:
@@ -166,7 +166,9 @@ class FedLoRA(ChangesBase, UnequalClients, Personal):
         weights = self._exchange.weights(server)
         # Clients of weight 0, as a robust rule may choose, are left out.
         arrivals = {id: arrival for id, arrival in sorted(server.state["arrivals"].items()) if weights[id]}
-        pairs = {client: self._exchange.arrived(server, client, arrival) for client, arrival in arrivals.items()}
+        pairs = {
+            client: self._exchange.completed_pairs(server, client, arrival) for client, arrival in arrivals.items()
+        }
         previous = {layer: each.pair(server.model, each.rank, scaling) for layer, each, scaling in adapters}
         given, shares = list(pairs.values()), [weights[client] for client in pairs]
         if isinstance(server.aggregator, DistanceRule) and sum(shares) < 1 - 1e-12:
@@ -196,7 +198,7 @@ class FedLoRA(ChangesBase, UnequalClients, Personal):
         factors, level = self._ranks.adapters.factors, self._ranks.level(client)
         values = {name: value for name, value in message.tensors.items() if name in client.model}
         came = {parameter: values[parameter] for parameter in factors if parameter in values}
-        known = self._exchange.known_by(client)
+        known = self._exchange.client_values(client)
         for parameter, (adapter, name) in factors.items():
             value = came.get(parameter)
             if value is None:
@@ -263,16 +265,16 @@ class FedLoRA(ChangesBase, UnequalClients, Personal):
         self._changes.configure(base)
 
     def model_for(self, server: Server, client: ClientInfo) -> Mapping[str, Tensor]:
-        return self._ranks.cut(self._exchange.known_of(server, client.id), self._ranks.level(client))
+        return self._ranks.cut(self._exchange.global_values(server, client.id), self._ranks.level(client))
 
     def has_full_model(self, server: Server, client: ClientInfo, state: State) -> bool:
         # A client's own factor is zero beyond its rank, which also cuts the shared factor in the product.
         own = server.state.get("pairs", {}).get(client.id, {}).keys() | state.get("personal", {}).keys()
         cut = self._ranks.level(client) == 1 or not own.isdisjoint(self._ranks.adapters.factors)
-        return cut and self._ranks.stays(client)
+        return cut and self._ranks.is_fixed(client)
 
     def variants(self, server: Server) -> dict[str, Mapping[str, Tensor]]:
-        smaller = self._ranks.smaller(server.base.clients)
+        smaller = self._ranks.smaller_levels(server.base.clients)
         return {name: self._ranks.cut(server.parameters(), level) for name, level in smaller.items()}
 
     def computed(self, base: Base, client: ClientInfo) -> Mapping[str, float]:
@@ -284,7 +286,7 @@ class FedLoRA(ChangesBase, UnequalClients, Personal):
         return self._ranks.limit(module, self.adapter)
 
     def set_rank(self, client: int, rank: int) -> None:
-        self._ranks.state(client, rank)
+        self._ranks.set_rank(client, rank)
         self.claims = replace(self.claims, needs_only_mean=False)
 
     # Factors that stay with clients

@@ -225,7 +225,7 @@ def forge(parts):
         (b'{"float32":{"a":[-1]}}', "shape of tensor 'a'"),
         (b'{"float32":{"a":4}}', "shape of tensor 'a'"),
         (b'{"float32":{"a":[1.0]}}', "shape of tensor 'a'"),
-        (b'{"float32":{"a":[0,%d]}}' % 10**30, "beyond any tensor"),
+        (b'{"float32":{"a":[0,%d]}}' % 10**30, "larger than any tensor"),
         (b'{"float32":{"a":[%d]}}' % 10**15, "length"),
         (b'{"float64":{"a":[%d,1024]}}' % 2**40, "length"),
         (b'{"float32":{"a":[1]},"int64":{"a":[1]}}', "'a' twice"),

@@ -512,7 +512,7 @@ def test_a_study_file_that_was_exchanged_makes_a_new_client(tmp_path, name):
         structure = '["plain", {"__reduce__": "os.system"}]' if "kind" in name else "[" * 10**5
         data = safetensors.torch.save({"0": torch.zeros(1)}, metadata={"structure": structure, "devices": '["cpu"]'})
     file.write_bytes(data)
-    with pytest.warns(UserWarning, match="goes on as a new client"):
+    with pytest.warns(UserWarning, match="continues as a new client"):
         site = Site(write_recipe(tmp_path, SMALL), 0, file)
     assert site.last_broadcast == -1
     assert not (tmp_path / "marker").exists()

@@ -95,7 +95,7 @@ def test_bad_payloads_are_refused_and_the_rounds_go_on(tmp_path, monkeypatch):
     assert served.callback_metrics["federated/failed"] == 1
     refused = [line for line in told if "without the site of client 1: it sent a bad payload" in line]
     for said, line in zip(
-        ("safetensors", "safetensors", "at most", "shape", "not finite", "nothing came"), refused, strict=True
+        ("safetensors", "safetensors", "at most", "shape", "not finite", "nothing was received"), refused, strict=True
     ):
         assert said in line
     assert all(value.isfinite().all() for value in served.lightning_module.state_dict().values())

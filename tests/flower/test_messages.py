@@ -136,7 +136,7 @@ def test_nothing_is_taken_where_nothing_is_sent():
     assert read_upload(b"", Schema({}), receive) == {}
     with pytest.raises(DecodingError, match="sends nothing"):
         read_upload(b"x", Schema({}), receive)
-    with pytest.raises(DecodingError, match="nothing came"):
+    with pytest.raises(DecodingError, match="nothing was received"):
         read_upload(b"", Schema.of(TENSORS), receive)
 
 
@@ -152,9 +152,9 @@ def test_a_shape_of_the_sites_choice_has_a_limit():
         assert check(columns)["weight"].shape == (12, columns)
     for said, columns, other in (
         (r"'weight'.*torch\.float32.*12", 8, {}),
-        ("'weight' came", 2, {"weight": torch.ones(12)}),
+        ("'weight' was received", 2, {"weight": torch.ones(12)}),
         (r"'slots'.*torch\.int32", 2, {"slots": torch.arange(2, dtype=torch.int32)}),
-        ("'bias' came", 2, {"bias": torch.ones(4)}),
+        ("'bias' was received", 2, {"bias": torch.ones(4)}),
     ):
         with pytest.raises(DecodingError, match=said):
             check(columns, **other)

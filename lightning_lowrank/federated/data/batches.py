@@ -126,7 +126,7 @@ class SeededBatches(Dataset):
         device = _CPU if data is None else data.device
         rows = _parts(move_to_device(torch.from_numpy(source.rows_of(_joined(requests).indices)), device), sizes)
         draws = _parts(move_to_device(self._drawn(source, requests), device), sizes) if self.draws else None
-        kept = source.rows.made(sum(sizes)) if device.type == "cpu" and draws is None else None
+        kept = source.rows.cached(sum(sizes)) if device.type == "cpu" and draws is None else None
         tensors = source.rows.tensors if kept is None else kept
         if data is not None:
             tensors = [data.copy_of(tensor) for tensor in tensors]

@@ -167,7 +167,7 @@ class RoundPlanner:
             turns=max(1, *map(len, parts)),
         )
 
-    def tried(self, chunk_size: int | None = None) -> tuple[Chunk, ...]:
+    def trial_chunks(self, chunk_size: int | None = None) -> tuple[Chunk, ...]:
         """Chunks for trial steps before the first round.
 
         They are those of the first round, of all processes. Where Poisson sampling draws fewer clients than a chunk
@@ -235,7 +235,7 @@ class RoundPlanner:
         return int(np.count_nonzero(self._can_be_drawn()))
 
     @property
-    def listening(self) -> int:
+    def broadcast_receivers(self) -> int:
         """Number of clients that receive broadcasts to all: the eligible ones, or those that ``participants`` names."""
         if self.participants is None:
             return self.eligible

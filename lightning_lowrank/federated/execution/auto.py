@@ -235,7 +235,7 @@ def _may_have_channels_last(trainer: Any) -> bool:
 
 def _tried(data: RoundData, size: int, time_steps: Callable[[Chunk], _T]) -> tuple[_T | None, str]:
     """Call ``time_steps`` with the first round's largest chunk; if that fails, return ``None`` and the reason."""
-    chunks = data.planner.tried(max(_FEWEST_TOGETHER, size))
+    chunks = data.planner.trial_chunks(max(_FEWEST_TOGETHER, size))
     data.randomness.open()
     try:
         # The largest chunk, because clients that may not step together are in separate chunks.

@@ -181,7 +181,7 @@ class Execution(OfTheRun, ABC):
         with errors_of(client.id):
             self.algorithm.begin(client, message)
             self._begin_extras(client)
-            self.exchange.began(client)
+            self.exchange.note_begun(client)
 
     def _begin_extras(self, client: ClientContext) -> None:
         """Apply the settings for buffers and the objective, after the method's `begin`."""
