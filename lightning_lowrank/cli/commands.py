@@ -133,7 +133,8 @@ def _export(parser: argparse.ArgumentParser, words: list[str]) -> None:
         "--config",
         action="append",
         help="the run's config.yaml, or its recipe's path or name, which builds the module that the run began with: for"
-        " adapters of runs that changed frozen weights or that PEFT wrapped, and what TrainedCheckpoints leaves out",
+        " adapters of runs that changed frozen weights or that PEFT wrapped, and for weights that TrainedCheckpoints"
+        " leaves out",
     )
     options = parser.parse_args(words)
     import torch
@@ -311,7 +312,7 @@ def _flower(parser: argparse.ArgumentParser, words: list[str]) -> None:
         step(_Parser(prog=f"{parser.prog} {words[0]}"), words[1:])
         return
     parser.epilog = (
-        "`flower resolve RECIPE` writes the file alone that sites approve; `flower approve FILE --policy POLICY` shows"
+        "`flower resolve RECIPE` writes only the file that sites approve; `flower approve FILE --policy POLICY` shows"
         " it at a site, and keeps it."
     )
     parser.add_argument(

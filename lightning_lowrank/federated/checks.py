@@ -480,7 +480,7 @@ def check_factors_move(module: nn.Module, trained: Iterable[str], asking: str) -
 
 _OF_STATISTICS: dict[BufferPolicy, str] = {
     "average": "are averaged over clients and may fit no model",
-    "reset": "start anew at each client, are averaged, and may fit no model",
+    "reset": "start again at each client, are averaged, and may fit no model",
     "local": "stay with their clients, while the global model keeps its initial ones",
 }
 
@@ -571,7 +571,7 @@ def resume_notes(trainer: Any) -> list[str]:
 
 
 _BY_PERSONAL_TEST = (
-    "Judge the clients' own models by FederatedLoop(personal_test=...), and monitor their figures, such as"
+    "Evaluate the clients' own models by FederatedLoop(personal_test=...), and monitor their figures, such as"
     ' monitor="personal/val_acc".'
 )
 

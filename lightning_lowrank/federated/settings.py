@@ -358,7 +358,8 @@ class FederatedSettings(Configured):
 
         _check(
             self.personal_clients is None or self.personal_test is not None,
-            f"personal_clients={self.personal_clients} says how many clients personal_test judges: give it as well",
+            f"personal_clients={self.personal_clients} limits the clients that personal_test evaluates: set"
+            " personal_test too",
         )
         _check(
             self.local_steps is None or self.local_epochs == 1,
@@ -479,7 +480,7 @@ class FederatedSettings(Configured):
         def of_each(given: Mapping[Any, Any], setting: str) -> list[Any]:
             found = by_id(given, setting)
             unknown = [client for client in found if client not in range(count)]
-            _check(not unknown, f"{setting} names {unknown}, and clients go from 0 to {count - 1}")
+            _check(not unknown, f"{setting} names {unknown}, but client ids are 0 to {count - 1}")
             lacking = [name for client, name in enumerate(shown) if client not in found]
             _check(not lacking, f"{setting} lacks {len(lacking)} of {count} clients: {first_ten(lacking)}")
             return [found[client] for client in range(count)]
@@ -528,7 +529,7 @@ class FederatedSettings(Configured):
                 _check(len(values) == count, f"{name} has {len(values)} entries for {count} clients")
         named = [client for each in self.participants or () for client in each]
         unknown = {client for client in named if not isinstance(client, str) and not 0 <= client < count}
-        _check(not unknown, f"participants names {sorted(unknown)}, and clients go from 0 to {count - 1}")
+        _check(not unknown, f"participants names {sorted(unknown)}, but client ids are 0 to {count - 1}")
         share = self.clients_per_round
         drawn = count if share is None else max(1, round(share * count)) if isinstance(share, float) else share
         _check(drawn <= count, f"clients_per_round={share} is more than the partition's {count} clients")
@@ -547,7 +548,7 @@ class FederatedSettings(Configured):
             f"client_settings names {wrong}, and clients' ids are integers, such as 0, and their names strings.",
         )
         unknown = [client for client in named if not 0 <= client < count]
-        _check(not unknown, f"client_settings names {unknown}, and clients go from 0 to {count - 1}")
+        _check(not unknown, f"client_settings names {unknown}, but client ids are 0 to {count - 1}")
         return sorted(named)
 
     def settings_of(self, client: int) -> dict[str, Any]:

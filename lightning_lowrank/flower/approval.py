@@ -335,8 +335,8 @@ def sentences(content: Mapping[str, Any]) -> list[str]:
         "Sent in each round: the method's message of the trained tensors, through"
         f" {_as_call(federated.get('uplink')) if federated.get('uplink') else 'no codec'}; at the start the numbers of"
         " samples and steps.",
-        f"Privacy: {_as_call(federated['privacy']) if federated.get('privacy') else 'no noise on what leaves'};"
-        f" {_as_call(private[0]) if private else 'no count of what rounds cost the samples'}.",
+        f"Privacy: {_as_call(federated['privacy']) if federated.get('privacy') else 'no noise on messages'};"
+        f" {_as_call(private[0]) if private else 'no privacy accounting of the samples'}.",
         f"This site fills in: {', '.join(left) or 'nothing'}.",
     ]
     named = ["Code that may be imported and run:", *(f"  {each}" for each in code)]

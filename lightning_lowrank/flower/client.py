@@ -34,7 +34,7 @@ __all__ = ["client_app"]
 _NO_POLICY = (
     "this site has no policy: it runs whatever recipe the server sends. --node-config 'policy=\"FILE\"' ends that."
 )
-_LOST = "client {} has lost its state of earlier rounds, and goes on as a new one."
+_LOST = "client {} has lost its state of earlier rounds, and continues as a new one."
 
 
 def client_app(recipe: str | Path) -> ClientApp:

@@ -209,7 +209,7 @@ class Intake:
                     coordinator.aggregate()
                 except Exception:
                     continue
-                reason = f"the method fails on what it sent: {printable(describe_error(error))}"
+                reason = f"the method fails on its answer: {printable(describe_error(error))}"
                 return dict.fromkeys(left_out, reason)
             raise
 
@@ -350,7 +350,9 @@ def _upper_median(values: Sequence[float]) -> float:
 def _kind(name: str, value: Tensor, buffers: Collection[str], model: Collection[str]) -> str | None:
     """The kind of tensors among which a tensor's change is compared; ``None`` for integers that are no counters."""
     if value.is_floating_point() or value.is_complex():
-        return "buffers" if name in buffers else "parameters" if name in model else "what it sends beside the model"
+        return (
+            "buffers" if name in buffers else "parameters" if name in model else "its tensors in addition to the model"
+        )
     return "counters" if name in buffers and value.dtype != torch.bool else None
 
 

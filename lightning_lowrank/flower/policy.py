@@ -229,7 +229,7 @@ class Policy:
         if self.max_epsilon is None:
             return
         if samples is None:
-            reason = "the recipe has no DifferentialPrivacy, by which the site would count what its rounds cost"
+            reason = "the recipe has no DifferentialPrivacy, by which the site counts the privacy cost of its rounds"
             raise self._violation("max_epsilon", self.max_epsilon, reason)
         if samples.delta > self.max_delta:
             reason = f"the recipe's DifferentialPrivacy has delta={samples.delta}"

@@ -71,7 +71,7 @@ _WITHOUT_STATISTICS = (
     "Across sites no party has the samples to recompute them with: use a norm without statistics, such as GroupNorm."
 )
 _ON_THEIR_SITES = (
-    "The sites hold the clients' own models: judge such in a simulation, by FederatedLoop(personal_test=...)."
+    "The sites hold the clients' own models: evaluate them in a simulation, by FederatedLoop(personal_test=...)."
 )
 # Seconds that a round waits for the answers of new nodes.
 _WAIT_FOR_NEW = 60.0
@@ -651,8 +651,8 @@ class RemoteRounds(Callback):
     def _too_late(self, client: int) -> str:
         last_broadcast = self.members.last_broadcast[client]
         return (
-            f"it has received the broadcasts up to round {last_broadcast}, and those up to round {self._pruned} are"
-            f" kept no longer (keep-broadcasts={self.keep_broadcasts}): give it the state that it had, or leave it out"
+            f"it has received the broadcasts up to round {last_broadcast}, and those up to round {self._pruned} have"
+            f" been deleted (keep-broadcasts={self.keep_broadcasts}): restore its state, or leave it out"
         )
 
     def _prune(self) -> None:

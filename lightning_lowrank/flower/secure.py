@@ -52,7 +52,7 @@ def check_secure(settings: FederatedSettings, min_sites: int) -> None:
     operator = getattr(algorithm, "operator", None)
     name = type(algorithm).__name__ + ("" if operator is None else f"({operator!r})")
     refused = {
-        f"{name} needs what each site sent": not needs_only_mean(algorithm),
+        f"{name} needs each site's own answer": not needs_only_mean(algorithm),
         f"aggregator={settings.aggregator!r} compares single answers": type(settings.aggregator) is not WeightedMean,
         f"uplink={settings.uplink!r} encodes single answers": bool(settings.uplink),
         f"weighting={settings.weighting!r} gives weights that are no whole numbers": callable(settings.weighting),
@@ -271,7 +271,7 @@ class _Stages:
         if stage == "setup":
             keys = [fields["pk1"], fields["pk2"]]
             lengths = all(isinstance(key, bytes) and len(key) < _LONGEST_KEY for key in keys)
-            _check(lengths and len(set(keys)) == 2 and all(map(internals.is_public_key, keys)), "its keys are none")
+            _check(lengths and len(set(keys)) == 2 and all(map(internals.is_public_key, keys)), "its keys are invalid")
             return sum(map(len, keys))
         if stage == "share_keys":
             nodes, texts = fields["dsts"], fields["ctxts"]

@@ -47,7 +47,7 @@ class Transport:
         """Send messages to nodes, and wait for each node's reply of at most ``most`` bytes or its `Silence`."""
         pending = self.push(requests)
         replies: dict[int, Message | Silence] = {
-            node: Silence("Flower did not take its message", passing=True)
+            node: Silence("Flower did not accept its message", passing=True)
             for node in requests.keys() - pending.values()
         }
         deadline = time.monotonic() + self._timeout

@@ -43,9 +43,9 @@ _WRAPPING = re.compile(r"\.?(base_layer|original_module)\b")
 _TAKEN_OUT = ("pissa", "olora", "corda", "lora_ga")
 _DENSE = "export dense weights instead, as `lightning-lowrank export` does by default"
 _PART = (
-    "so the adapters are only a part of what was learnt: give the network as it was, export_adapter(module, folder,"
-    " base=pretrained_network), or to `lightning-lowrank export` the run's --config, which builds it; what has changed"
-    f" then becomes part of the adapters. Or {_DENSE}."
+    "so the adapters contain only a part of the training: give the original network, export_adapter(module, folder,"
+    " base=pretrained_network), or to `lightning-lowrank export` the run's --config, which builds it; the changes then"
+    " become part of the adapters. Or {_DENSE}."
 )
 
 

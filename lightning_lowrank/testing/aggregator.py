@@ -137,7 +137,7 @@ class _Check:
         for name, value in self.sent[0].items():
             form = [(each.dtype, each.shape, each.device.type) for each in (found[name], value)]
             require(form[0] == form[1], f"returns {name} as {form[0]} for arrivals of {form[1]}")
-        require(_same(rule.result(), found), "returns something else when it is asked again")
+        require(_same(rule.result(), found), "returns another result when called again")
         for value in found.values():
             value.zero_()
         require(not _same(rule.result(), found), "returns tensors that its arrivals share")
@@ -163,7 +163,7 @@ class _Check:
         rule = self.aggregator.fresh()
         rule.add_stacks(stacks, self.weights_of)
         rule.prepare({}, 0)
-        require(_close(rule.result(), expected), "makes something else of arrivals that come in stacks")
+        require(_close(rule.result(), expected), "gives another result for stacked arrivals")
         try:
             rule.add({"other": torch.zeros(1, device=self.device)}, 1.0)
         except KeyError:

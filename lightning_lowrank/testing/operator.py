@@ -280,7 +280,7 @@ class _Check:
             unchanged = all(
                 torch.equal(pair.B, B) and torch.equal(pair.A, A) for pair, (B, A) in zip(pairs, before, strict=True)
             )
-            require(unchanged and weights.tolist() == list(_WEIGHTS), "it changes what it is given")
+            require(unchanged and weights.tolist() == list(_WEIGHTS), "it changes its inputs")
 
     def size(self) -> None:
         pairs = self.clients([2] * 4, shape=_WIDE)

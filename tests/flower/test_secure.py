@@ -67,7 +67,7 @@ def test_a_secure_sum_is_the_mean_in_clear(tmp_path, monkeypatch, name):
 @pytest.mark.parametrize(
     ("changes", "settings", "told"),
     [
-        ({"algorithm": method("FedLoRA", operator="FedEx")}, {}, r"FedLoRA\(FedEx.* needs what each site sent"),
+        ({"algorithm": method("FedLoRA", operator="FedEx")}, {}, r"FedLoRA\(FedEx.* needs each site's own answer"),
         ({"uplink": [method("Half")]}, {}, r"uplink=\[Half\(dtype=torch\.float16\)\]"),
         ({}, {"min_sites": 1}, "sites=1"),
         ({"stages": [method("tests.flower.helpers.Counting")]}, {}, r"stages=\[Counting\(\)\].*client 2.*not today"),
@@ -93,7 +93,7 @@ def spoilt_keys(node, reply):
     ("federated", "settings", "policy", "tamper", "told"),
     [
         ({"on_client_error": "raise"}, {}, "max_upload: 5000", None, "PolicyViolation: this site did not do it"),
-        ({}, {"on_bad_payload": "stop"}, "min_clients: 2", spoilt_keys, "it sent a bad answer: its keys are none"),
+        ({}, {"on_bad_payload": "stop"}, "min_clients: 2", spoilt_keys, "it sent a bad answer: its keys are invalid"),
     ],
     ids=["error", "bad answer"],
 )

@@ -172,7 +172,7 @@ def test_broadcasts_are_kept_for_absent_sites_until_they_are_too_old(tmp_path, m
     recipe = write_recipe(tmp_path, merged(SMALL, AWAY))
     served, _ = run_on_sites(recipe, tmp_path, prepare=away(recipe, tmp_path), keep_broadcasts=keep)
     assert served.callback_metrics["federated/failed"] == failed
-    assert any("kept no longer (keep-broadcasts=2)" in line for line in told) == bool(failed)
+    assert any("have been deleted (keep-broadcasts=2)" in line for line in told) == bool(failed)
     # What has become too old in the last round would go in the next one.
     assert sorted(rounds_of(served)._broadcasts) == [number for number in range(1, 5) if number > 3 - keep]
     if not failed:

@@ -162,7 +162,7 @@ def _compared(trainer: Any, data: RoundData, size: int) -> tuple[str, int]:
             return found or "", size
         clients, grounds = needed[0]
         if given or clients <= _FEWEST_TOGETHER:
-            return f"a step of {clients} clients together needs more memory than there is ({grounds})", size
+            return f"a step of {clients} clients together needs more memory than is free ({grounds})", size
         size = max(_FEWEST_TOGETHER, clients // 2)
 
 

@@ -41,7 +41,7 @@ def first_difference(
     for kind, name in [*expected, *(found.keys() - expected.keys())]:
         if (kind, name) not in found or (kind, name) not in expected:
             only = "not " if (kind, name) in found else "only "
-            return f"{kind} {name} is there {only}{way}".replace("  ", " ")
+            return f"{kind} {name} exists {only}{way}".replace("  ", " ")
         value = expected[kind, name]
         allowed = max(_MORE_FOR_GRADIENTS * tolerance, _TOLERANCE_OF_GRADIENTS) if kind == GRADIENT else tolerance
         other = found[kind, name].detach().double().view_as(value)

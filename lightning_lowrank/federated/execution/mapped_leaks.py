@@ -145,7 +145,7 @@ def changed_number(before: Mapping[str, Any], now: Mapping[str, Any]) -> str:
     if not changed:
         return ""
     name = as_code(changed[0])
-    return f"it changes the number {name}, which is one for all clients and would count their steps together"
+    return f"it changes the number {name}, which all clients share, so that it would count their steps together"
 
 
 def _is_of_clients(value: Any) -> bool:

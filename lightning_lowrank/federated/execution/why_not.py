@@ -53,7 +53,7 @@ _CAUSES: tuple[tuple[str, str], ...] = (
     ),
     (
         r"inplace|in-place|in place|_\(self, \*extra_args\)|output with shape \S+ \S+ match the broadcast shape",
-        "it changes a tensor in place that is one for all clients: a frozen weight, a buffer that is not persistent, or"
+        "it changes a tensor in place that all clients share: a frozen weight, a buffer that is not persistent, or"
         " one made in the step by torch.zeros() and the like (make that by new_zeros() of one of the clients' tensors)",
     ),
     (
@@ -89,7 +89,7 @@ def cause_of(error: Exception) -> str:
 
 def metric_update_reason(metric: str) -> str:
     """A sentence on a metric that the training step updates."""
-    return f"it updates the metric {metric}, whose state is one for all clients; log its value instead"
+    return f"it updates the metric {metric}, whose state all clients would share; log its value instead"
 
 
 class CannotMap(MisconfigurationException):
