@@ -29,10 +29,11 @@ _NORMS = (*BATCH_NORMS, *INSTANCE_NORMS, nn.LayerNorm, nn.GroupNorm, nn.RMSNorm)
 class FedBAT(ChangesBase, OwnCodec, OwnSteps):
     r"""Federated binarization-aware training (Li et al., ICML 2024, Section 3 and Algorithm 1).
 
-    After some steps, a client's forward pass uses its initial weights plus or minus one learned number per tensor: what
-    the server would get if the client stopped at this step. Its first :math:`\lceil\phi\tau\rceil` of :math:`\tau`
-    steps are plain ones (the release rounds down, so that a client's only step would binarise an update of zero). In
-    the others, the update :math:`x = w - w_\text{start}` of every tensor is binarised before each forward pass,
+    After some steps, a client's forward pass uses its initial weights plus or minus one learned number per tensor: the
+    value that the server would get if the client stopped at this step. Its first :math:`\lceil\phi\tau\rceil` of
+    :math:`\tau` steps are plain ones (the release rounds down, so that a client's only step would binarise an update of
+    zero). In the others, the update :math:`x = w - w_\text{start}` of every tensor is binarised before each forward
+    pass,
 
     .. math::
         \hat x = +\alpha \text{ with probability } \operatorname{clip}\big((x/\alpha + 1)/2,\ 0,\ 1\big),

@@ -26,10 +26,10 @@ class FedNova(Algorithm):
     with the loop's weights :math:`p_i` (by default the shares of samples, as in the paper). Where clients make equally
     many steps this is `FedAvg`, to rounding.
 
-    :math:`\|a_i\|_1` is counted step by step from what the optimizer does. It is the number of steps :math:`\tau_i` for
-    plain SGD and :math:`(\tau_i - \rho(1-\rho^{\tau_i})/(1-\rho))/(1-\rho)` for momentum :math:`\rho`, both times the
-    learning rate; it includes dampening, Nesterov's form, schedules and ``client_settings``, and every parameter group
-    has its own. Buffers are averaged as in `FedAvg`.
+    :math:`\|a_i\|_1` is counted step by step from the optimizer's update rule. It is the number of steps :math:`\tau_i`
+    for plain SGD and :math:`(\tau_i - \rho(1-\rho^{\tau_i})/(1-\rho))/(1-\rho)` for momentum :math:`\rho`, both times
+    the learning rate; it includes dampening, Nesterov's form, schedules and ``client_settings``, and every parameter
+    group has its own. Buffers are averaged as in `FedAvg`.
 
     The server sends the global model; a client sends :math:`d_i`, the buffers and :math:`\|a_i\|_1`, 8 bytes for each
     group, which no codec changes. Noise and robust rules would, or would not protect it: they are refused.

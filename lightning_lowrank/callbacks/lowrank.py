@@ -56,8 +56,8 @@ class LowRank(Configured, Callback):
     transformers' ``Conv1D`` can be converted; see `lightning_lowrank.layers.convert`.
 
     In role ``"update"`` the factors are a change to a frozen weight, :math:`W + f(U, V)`; in role ``"weight"`` they are
-    the weight, :math:`f(U, V)`. Parameters of other layers stay trained. What is frozen (``requires_grad=False``), such
-    as a teacher, stays as it is; set ``convert_frozen`` for LoRA on a base that you froze yourself.
+    the weight, :math:`f(U, V)`. Parameters of other layers stay trained. Frozen layers (``requires_grad=False``), such
+    as those of a teacher, stay dense; set ``convert_frozen`` for LoRA on a base that you froze yourself.
 
     After ``fit`` the module keeps its low-rank layers; `lightning_lowrank.recover` makes them dense again and
     `load_dense` does so from a checkpoint. A class whose layers are converted here cannot be read by
@@ -76,7 +76,7 @@ class LowRank(Configured, Callback):
 
     Attributes:
         settings: The settings as one object.
-        conversion: What was done, layer by layer; ``None`` before the conversion.
+        conversion: The conversion's report, layer by layer; ``None`` before the conversion.
 
     Raises:
         MisconfigurationException: If an argument is out of range or excludes another. In ``setup``, if the arguments do

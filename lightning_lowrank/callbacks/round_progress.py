@@ -43,7 +43,7 @@ class RoundProgress(Callback):
     Args:
         steps: Show Lightning's bars too: the steps of the round, and validation. Rich shows them above this one.
             Between the two bars tqdm leaves a line for validation. In text they are never shown.
-        monitor: Name of the logged metric whose best value is shown. By default what a callback such as
+        monitor: Name of the logged metric whose best value is shown. By default the figure that a callback such as
             ``ModelCheckpoint`` or a scheduler monitors, else the first of ``val_acc``, ``val_accuracy``, ``test_acc``
             and ``val_loss`` that is logged (or with ``valid`` or ``validation``), else another metric of validation.
             Whether higher is better, its name says or what monitors it. Where neither does, the last value is shown.

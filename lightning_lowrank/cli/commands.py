@@ -358,4 +358,4 @@ _WITHOUT_MODEL: dict[str, tuple[Callable[[argparse.ArgumentParser, list[str]], N
         " `flower approve`.",
     ),
 }
-"""The commands that need no model section: what each does, and a summary for the help."""
+"""The commands that need no model section: its function, and a summary for the help."""

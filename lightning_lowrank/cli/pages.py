@@ -158,9 +158,9 @@ class Page:
     """The contents of a report's page.
 
     Args:
-        title: What was compared.
+        title: The subject of the comparison.
         answers: Sentences that say which run is best.
-        notes: Sentences on what is left out, and why.
+        notes: Sentences on the runs that are left out, with reasons.
         tables: The tables by their titles: the figures first, without a title.
         pictures: PNG files by name. A picture called ``…_narrow`` takes the place of another one on narrow screens.
     """
@@ -174,7 +174,7 @@ class Page:
     def html(self) -> str:
         """An HTML page that contains its pictures and needs no other file, server or network.
 
-        It has no script, and its Content-Security-Policy lets a browser load nothing but what it holds.
+        It has no script, and its Content-Security-Policy lets a browser load only the page's own content.
         """
         digest = base64.b64encode(hashlib.sha256(_STYLE.encode()).digest()).decode()
         policy = f"default-src 'none'; img-src data:; style-src 'sha256-{digest}'; base-uri 'none'; form-action 'none'"

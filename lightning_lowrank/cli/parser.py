@@ -61,7 +61,7 @@ from lightning_lowrank.federated.safe_files import WholeCheckpoints, check_whole
 from lightning_lowrank.internals.cli import SubcommandCLI
 
 JSONARGPARSE = SpecifierSet(">=4.52,<5")
-"""The bound of the extra ``cli``. The rest of the package works beside any release of jsonargparse."""
+"""The bound of the extra ``cli``. The rest of the package works with any release of jsonargparse installed."""
 _RUN_LOGGER = {"class_path": "lightning.pytorch.loggers.CSVLogger", "init_args": {"save_dir": "runs", "name": None}}
 
 _PARSER_NOISE = (

@@ -45,7 +45,7 @@ _UNITS |= {f"{prefix}iB": 1024**power for power, prefix in enumerate(("K", "M", 
 _MOST_SETTINGS = 8
 _SHOWN_CLIENTS = 20
 _MANIFEST = ".report"
-"""The file that lists what a report has written into its folder."""
+"""The file that lists the files of a report in its folder."""
 
 Groups = Mapping[str, Sequence[Run]]
 Figure = Callable[[Run], float | None]
@@ -89,8 +89,8 @@ def report(
     is left empty. The pictures show their mean, with a band of one standard deviation, over the rounds that all of them
     logged. docs/howto/compare.md defines each figure.
 
-    Further tables have the settings of each row's first run and all that differs, and the clients that it judged last,
-    the worst first, 20 at most.
+    Further tables have the settings of each row's first run and all that differs, and the clients that it evaluated
+    last, the worst first, 20 at most.
 
     Args:
         paths: Run folders, or folders that hold some. Runs that did not log ``metric``, or only evaluated, as a

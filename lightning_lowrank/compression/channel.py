@@ -129,8 +129,8 @@ class Channel:
             residual: The residual of the sender's last message; ``None`` before the first. A tensor whose shape has
                 changed since then starts at zero. Tensors that this message does not have stay in the residual.
             memory: The memory of the sender's last packet; ``None`` before the first.
-            message_codec: The message's own codec. It is applied first, unchanged, then the channel's codecs to the
-                values that it leaves; no differences are taken. Default: none.
+            message_codec: The message's own codec. It is applied first, unchanged, then the channel's codecs to its
+                floating-point values; values are not sent as differences. Default: none.
 
         Raises:
             TypeError: If the channel's codecs cannot follow ``message_codec``.

@@ -29,8 +29,8 @@ class ClientDatasets(SplitsInMemory):
     """Datamodule of one data set for each client, by name.
 
     The splits' datasets have a column ``client``, by which ``ByKey("client")`` divides them and
-    ``personal_test="by_client"`` judges each client on its own test samples. Clients keep the order in which they are
-    given, and those without samples their place.
+    ``personal_test="by_client"`` evaluates each client on its own test samples. Clients keep the order in which they
+    are given, and those without samples their place.
 
     Args:
         train: Each client's training data, by its name, a string or an integer: a map-style

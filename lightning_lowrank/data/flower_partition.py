@@ -30,8 +30,8 @@ class FlowerPartition(Partition):
         partitioner: A partitioner that has no dataset yet. It is copied, and stays as it is.
         column: Name of the column, which the partitioner calls ``partition_by``. ``None``: there is none, and nothing
             of the training set is read, as for ``IidPartitioner``.
-        key: What the column holds. ``None``: the samples' labels, as `find_labels` finds them. Else what `ByKey` takes:
-            a name, or a function of the dataset.
+        key: The values of the column. ``None``: the samples' labels, as `find_labels` finds them. Else what `ByKey`
+            takes: a name, or a function of the dataset.
 
     Raises:
         MisconfigurationException: If ``partitioner`` is no such object or has a dataset, if the column's values cannot

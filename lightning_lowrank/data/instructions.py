@@ -51,7 +51,7 @@ class Instructions(TextSplits):
             default ``train``.
         validation: The same to validate on: ``validation.jsonl``, or ``validation``. A share between 0 and 1 holds so
             much of the training file or split out, rows that ``seed`` draws, and trains on the others.
-        test: The same that ``test`` and ``predict`` read: ``test.jsonl``, or ``test``. Default: what is validated on.
+        test: The same that ``test`` and ``predict`` read: ``test.jsonl``, or ``test``. Default: the validation set.
         max_length: Tokens at which a text is cut off.
         dataset: As for `TextClassification`.
         prompt: Template of what comes before an answer, with names of columns in braces. Default: Alpaca's, with the

@@ -25,7 +25,7 @@ class Table:
 
     Args:
         columns: The columns by name.
-        source: What the rows came from, for messages.
+        source: The rows' source, for messages.
         first_line: Line number of the first row in the file; ``None``: rows are counted from 0.
         classes: Names of the classes in the order of their numbers, by column, where the source says them.
         rows: The rows of the source that these are. ``None``: all of them.
@@ -92,7 +92,7 @@ class HasColumns:
     """Mixin for datasets with further columns, from a `Table` or a `datasets.Dataset`."""
 
     columns: Any = None
-    """What else is known of each sample, if anything; of as many rows as there are samples."""
+    """Further columns of the samples, if any, with one row per sample."""
 
     rows: Rows | None = None
     """The rows of the file or split that the samples come from, where that is known."""

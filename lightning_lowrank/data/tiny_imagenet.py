@@ -31,11 +31,11 @@ class TinyImageNet(PhotographDataModule):
 
     Arguments are those of `TorchvisionDataModule`; ``augment`` is on by default. ``download`` fetches and unpacks
     http://cs231n.stanford.edu/tiny-imagenet-200.zip (248 MB) in ``root`` if neither the folder nor the decoded images
-    are there.
+    exist.
 
     Raises:
         MisconfigurationException: If an argument is out of range, the folder is absent and cannot be downloaded, or is
-            incomplete (what is missing is named), or there is no room for the decoded images.
+            incomplete (the message names the missing part), or the disk has no space for the decoded images.
 
     Example:
         >>> TinyImageNet(root="data", augment=False).image_shape

@@ -36,7 +36,7 @@ class TokenizedTexts(HasColumns, Dataset[dict[str, Any]]):
         targets: Class index of each text, kept as a ``LongTensor`` in the attribute of the same name; or the number
             to predict for each, a ``FloatTensor``. ``None``: samples have no ``labels``.
         token_types: For each text which of its tokens are of the first text of a pair (0) and of the second (1).
-        columns: What else is known of each text. ``dataset["speaker"]`` is the column of that name, and
+        columns: Further columns of the texts. ``dataset["speaker"]`` is the column of that name, and
             ``ByKey("speaker")`` finds it.
 
     Attributes:

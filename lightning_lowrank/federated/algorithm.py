@@ -24,13 +24,13 @@ class LocalStep:
     """The properties of a local step that a method may read; one client makes the step, or several together.
 
     Where clients step together every tensor has them as its first dimension, ``[clients, …]``. A method that acts on
-    each number alone, and uses `expand` for what is one number per client, serves both.
+    each number alone, and uses `expand` for values with one number per client, works in both cases.
 
     Args:
         base: The copy of the module that steps, its optimizers, and what every side holds.
         round: Number of the round, from 0.
         clients: Ids of the clients.
-        parameters: The trained parameters by name. Their ``grad`` is there in `Algorithm.before_step`.
+        parameters: The trained parameters by name. Their ``grad`` is set in `Algorithm.before_step`.
         buffers: The persistent buffers by name; may be changed in place.
         round_state: The clients' `ClientContext.round_state`; tensors in it may be changed in place.
         number: Number of the step, from 0 in each round.
@@ -87,7 +87,7 @@ class Claims:
         needs_only_mean: Whether the server's half does the same with the clients' mean in place of each message.
             `ClientPrivacy` and secure aggregation give it nothing else. ``None``: if `Algorithm.receive` is inherited.
         needs_labels: Whether the client's half reads the labels of its training samples.
-        local_part: What is trained and stays with the clients, so that the global model has its initial values. A fit
+        local_part: The trained part that stays with the clients, so that the global model has its initial values. A fit
             without ``personal_test`` warns.
         unprotected: What of a client's message the aggregator does not see as values. Robust rules are refused then.
         not_single_numbers: Why the aggregator's rule must go by distances between messages. Robust rules of single
@@ -119,7 +119,7 @@ class Algorithm(Configured):
     """A federated method. The base class is plain federated averaging (FedAvg).
 
     A method has two halves that meet only in messages. The server's half gets the `Server`, a `ClientInfo` and a
-    client's message, and never what a client keeps. The client's half gets a `ClientContext` and the message that was
+    client's message, and never a client's state. The client's half gets a `ClientContext` and the message that was
     sent to it, and never the `Server`. So a method that runs in a simulation also runs between real sites.
 
     Before the first round `setup` is called on each copy of the module. The order in a round: on the server
@@ -137,7 +137,7 @@ class Algorithm(Configured):
     """
 
     claims: Claims = Claims()
-    """What the method says of itself; ``__init__`` or `setup` may set another on the object."""
+    """The method's declared properties; ``__init__`` or `setup` may set others on the object."""
 
     # # Hooks on the server and on clients
 
@@ -165,7 +165,7 @@ class Algorithm(Configured):
         """Receive the message from ``client``; ``weight`` is its share before normalisation.
 
         Tensors in ``server.state`` are replaced, not changed in place: after an error, between real sites,
-        ``server.state`` becomes what it was, and the client counts as failed.
+        ``server.state`` is restored, and the client counts as failed.
         """
         server.aggregator.add(message.tensors, weight)
 
@@ -187,7 +187,7 @@ class Algorithm(Configured):
 
         Called in each step in place of ``training_step``, which it calls. Where clients step together, it is mapped
         over them: it sees the tensors of one client, and may not decide by their values. A module that optimizes
-        manually ignores what is returned, so that a method with a ``loss`` of its own is refused there.
+        manually ignores the result, so that a method with a ``loss`` of its own is refused for it.
 
         Args:
             step: The step. Inside, ``parameters``, ``buffers`` and ``round_state`` are those of one client.

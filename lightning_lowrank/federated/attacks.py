@@ -53,7 +53,7 @@ class Attempt:
         attackers: Number of attackers in the cohort.
         arrivals: Number of clients in the cohort that answer.
         share: The attackers' share of the weights of all that answer.
-        draws: Generator of what the attacker draws, its own for each round, client and tensor.
+        draws: Generator of the attacker's draws, with a seed for each round, client and tensor.
     """
 
     original: Tensor
@@ -145,7 +145,7 @@ class Attack(Configured, ABC):
         """A round's arrivals with the attackers' messages replaced by forged ones.
 
         Args:
-            arrivals: What the round's clients would send.
+            arrivals: The messages that the round's clients would send.
             members: Ids of the attackers.
             origins: For each client that answers the values that its message differs little from, by name.
             seed: Seed of the round's draws.

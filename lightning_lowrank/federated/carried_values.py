@@ -80,8 +80,8 @@ class CarriedValues:
     def _reach(self, batch: Any) -> bool:
         """Whether a step on ``batch`` differs between the present and the initial values of the attributes.
 
-        Counters are tried with much larger numbers as well. All is put back. A step that cannot be tried counts as
-        another one, and so does one after a change of a tensor that is too large to be copied.
+        Counters are tried with much larger numbers as well. Everything is restored. A step that cannot be tried counts
+        as another one, and so does one after a change of a tensor that is too large to be copied.
         """
         if any(version_of(tensor) != version for tensor, version in self._large):
             return True

@@ -1,6 +1,6 @@
 """Checks before the fit: refuse configurations that would silently train the wrong thing.
 
-What is refused raises a MisconfigurationException.
+A refusal is a MisconfigurationException.
 """
 
 from __future__ import annotations
@@ -120,7 +120,7 @@ def validation_interval_note(trainer: Any, turns: Callable[[], int] | None, stac
 
     Args:
         trainer: The trainer, in whose loop a turn is a client, or clients that step together.
-        turns: Returns the number of turns in the first round; ``None`` in a fit that goes on from a checkpoint.
+        turns: Returns the number of turns in the first round; ``None`` in a fit that resumes from a checkpoint.
         stacked: Whether clients step together.
 
     Raises:
@@ -181,8 +181,8 @@ def check_followed(
         before: Those of the rounds before; ``None`` in a fit's first round.
 
     Raises:
-        MisconfigurationException: If nothing is trained, a parameter is gone, no optimizer has it, or the method, error
-            feedback or moments continue from other parameters.
+        MisconfigurationException: If nothing is trained, a parameter was removed, a parameter is in no optimizer, or
+            the method, error feedback or moments continue from other parameters.
     """
     if not trained:
         raise MisconfigurationException(f"in round {number} no parameter of the module is trained: all are frozen.")

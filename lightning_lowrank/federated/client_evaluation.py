@@ -103,8 +103,8 @@ class ClientEvaluation:
     A client's values are those that Lightning would log in an epoch over its samples. The module's hooks from
     ``on_validation_epoch_start`` to ``on_validation_epoch_end`` run for each client; those of callbacks do not. So does
     ``on_validation_start``, which may empty a list, where the module has no ``on_validation_end``. With both they may
-    be a pair, as for weights that are exchanged, and the one that Lightning has called is not to be called again. What
-    the module logs is reduced as Lightning reduces it, and returned instead of logged. All that the loader's dataset
+    be a pair, as for weights that are exchanged, and the one that Lightning has called is not to be called again.
+    Logged values are reduced as Lightning reduces them, and returned instead of logged. All that the loader's dataset
     and the step draw is a function of (seed, client, batch), the same in every run.
 
     Args:
@@ -155,7 +155,7 @@ class ClientEvaluation:
         self.clients = tuple(self._indices)
         """Ids of the clients that have test samples, ascending."""
         self.higher_is_better: dict[str, bool] = {}
-        """What the metric objects that the last run logged say of themselves, by the names they were logged under."""
+        """Whether higher is better, as the last run's logged metric objects state it, by logged name."""
         self._requests: list[Request] = []
         self._reader = BatchReader(plain, lambda: self._requests, device_data=device_data)
 
@@ -193,7 +193,7 @@ class ClientEvaluation:
         Returns:
             For each name that was logged, the value of each client by its number: the mean over the client's batches,
             weighted by their sizes (or another ``reduce_fx``), and what metric objects computed on the client's
-            samples alone. What is logged with ``on_epoch=False`` is left out.
+            samples alone. Values logged with ``on_epoch=False`` are left out.
 
         Raises:
             MisconfigurationException: If the module has no such step, or one that takes ``dataloader_iter``, or logs a

@@ -116,9 +116,9 @@ class ClientOptimizers:
     """The optimizers and schedulers of a fit, which all clients use in turn.
 
     A client begins with fresh optimizers, or with the moments that it keeps between rounds; with the options of its
-    own; and with step-wise schedules where the round began. The next round goes on from the client with the most steps.
-    Schedulers that Lightning steps once an epoch are left alone. Under manual optimization, where the module steps
-    them when it likes, each client begins with all of them where the round began. So it does with a projected
+    own; and with step-wise schedules where the round began. The next round continues from the client with the most
+    steps. Schedulers that Lightning steps once an epoch are left alone. Under manual optimization, where the module
+    steps them when it likes, each client begins with all of them where the round began. So it does with a projected
     optimizer's count of steps to its next subspaces.
 
     `Rounds` calls `wind_back`, `apply_options`, `end_client` and `end_round`, executions `begin` and `keep`.
@@ -366,8 +366,8 @@ def _changed_in_steps(client: int, name: str, value: Any) -> MisconfigurationExc
 class _Attributes:
     """Attributes and state of the optimizers as `configure_optimizers` made them, from which each client begins.
 
-    Attributes are counters, slow weights or an optimizer inside. Modules are shared, and generators of random numbers
-    go on.
+    Attributes are counters, slow weights or an optimizer inside. Modules are shared, and random generators continue
+    from client to client.
     """
 
     def __init__(self, optimizers: Sequence[Optimizer], keeps: bool) -> None:

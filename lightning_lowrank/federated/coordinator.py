@@ -43,7 +43,7 @@ class Coordinator(Exchange):
     Between real sites the server has one too, of which it uses the server's half alone.
 
     Args:
-        parts: What it connects.
+        parts: The objects that it connects.
     """
 
     has_all_answers = True
@@ -276,7 +276,7 @@ class Coordinator(Exchange):
     def checkpoint(self) -> Callable[[], None]:
         """A function that restores the server's present state.
 
-        That holds for what is replaced: tensors that were changed in place, and announcements, stay.
+        That holds for replaced values only: tensors that were changed in place, and announcements, stay.
         """
         answered = list(self.answers.answered)
         undo_parts = [self.server.checkpoint(), *(stage.checkpoint() for stage in self.stages)]

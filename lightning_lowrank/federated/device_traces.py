@@ -35,7 +35,7 @@ class Trace(Distribution):
         client: Name of a column with the clients' names, as `ByKey`, `FromIndices` or the data call them. ``None``:
             rows are those of the clients in the order of their ids. In FedScale's file the devices' ids are the column
             ``device``.
-        scale: What the numbers are multiplied by: 125 makes bytes a second of FedScale's ``communication``, and 0.003
+        scale: A factor for the numbers: 125 makes bytes a second of FedScale's ``communication``, and 0.003
             seconds a sample of its ``computation``, with a backward pass that takes twice the forward one.
 
     Raises:
@@ -123,8 +123,8 @@ class AvailabilityTrace(Configured):
 
     Args:
         path: The file.
-        round_seconds: Seconds from the beginning of a round to that of the next. Who is there is a function of the
-            round's number, whatever a `SystemModel` adds up.
+        round_seconds: Seconds from the beginning of a round to that of the next. Availability is a function of the
+            round's number, independent of a `SystemModel`.
 
     Raises:
         MisconfigurationException: If the file cannot be read, or a device's trace is none.

@@ -70,7 +70,7 @@ class Exchange(ABC):
     - `end_round`: the server aggregates.
 
     Args:
-        parts: What it connects.
+        parts: The objects that it connects.
     """
 
     def __init__(self, parts: Parts) -> None:

@@ -264,7 +264,7 @@ def check_same_experiment(
 
     Args:
         saved: The fingerprint in the checkpoint.
-        present: That of the run which is to go on from it.
+        present: That of the run that would continue from it.
         allowed: Names of settings that may differ, with all that is in them.
         round_open: Whether the checkpoint was saved inside a round.
 

@@ -1,8 +1,7 @@
 """`FederatedLoop`: a callback that turns ``trainer.fit`` into a federated experiment, one round per epoch.
 
-It is an ordinary Lightning callback, and no more than its hooks. What a round is stands in `Rounds`. Between rounds the
-trainer's module is the global model, so that validation, checkpoints, loggers and every other callback see what they
-always see.
+It is an ordinary Lightning callback, and no more than its hooks. `Rounds` defines a round. Between rounds the
+trainer's module is the global model, so that validation, checkpoints, loggers and every other callback work as usual.
 """
 
 from __future__ import annotations
@@ -89,7 +88,7 @@ class FederatedLoop(FederatedSettings, Callback):
     r"""Train the trainer's module as a federated experiment; one epoch is one round.
 
     Nothing else changes: module, datamodule, optimizers, loggers and other callbacks stay as they are. In each round
-    some clients are drawn; each starts from what the server sends it and trains on its own part of the training set
+    some clients are drawn; each starts from the server's broadcast and trains on its own part of the training set
     with the module's own ``training_step`` and optimizers; the server folds the results into the global model, which is
     what validation, checkpoints and, after ``fit``, the module itself hold.
 
@@ -111,16 +110,16 @@ class FederatedLoop(FederatedSettings, Callback):
       validated at its end. ``fast_dev_run=n`` gives ``n`` clients a batch each.
     - ``global_step``, ``max_steps`` and ``log_every_n_steps`` count steps of optimizers, those of all clients. The fit
       ends after any step, also inside a client. A round cut short by ``max_steps``, ``max_time`` or early stopping is
-      aggregated from what has been trained by then.
+      aggregated from the clients trained so far.
     - ``batch_idx``, ``trainer.is_last_batch``, ``trainer.num_training_batches`` and ``len(trainer.train_dataloader)``
       are the client's own while it trains. A module that reads what counts all clients, or clients, is warned of.
     - Hooks of the module and of callbacks are called on each of a client's batches. Checkpoints, progress bars and
       weight averaging act between clients. A checkpoint that a callback saves inside a client holds the client's start.
-      What is logged with ``on_step=True`` has one value a client.
+      Figures logged with ``on_step=True`` have one value a client.
     - ``accumulate_grad_batches`` groups batches within a client; a client's last, incomplete group is stepped as
       Lightning steps an epoch's last (its loss divided by the full group's size).
     - Epoch-wise learning rate schedulers step per round. Step-wise ones step within each client, from where the round
-      began; the next round goes on from the client with the most steps. So ``trainer.estimated_stepping_batches`` is
+      began; the next round continues from the client with the most steps. So ``trainer.estimated_stepping_batches`` is
       the number of steps of that client in all rounds. In ``configure_optimizers`` ``len(trainer.train_dataloader)``
       and ``trainer.num_training_batches`` are its batches in a round, the mean rounded up. A schedule of another length
       is warned of. ``configure_optimizers`` is called twice where ``max_steps`` counts a chunk's steps.
@@ -569,7 +568,7 @@ class FederatedLoop(FederatedSettings, Callback):
         """Refuse to resume from a fit without rounds.
 
         Raises:
-            MisconfigurationException: If a fit was to go on from a checkpoint that no `FederatedLoop` was there for.
+            MisconfigurationException: If a fit would resume from a checkpoint of a fit without `FederatedLoop`.
         """
         if trainer.state.fn == "fit" and self.state_key not in checkpoint.get("callbacks", {}):
             raise MisconfigurationException(
@@ -583,7 +582,7 @@ class FederatedLoop(FederatedSettings, Callback):
         """Keep the result of `state_dict`; it is restored when the fit begins.
 
         Raises:
-            MisconfigurationException: If no run can go on from the checkpoint. The fit refuses one of another
+            MisconfigurationException: If no run can resume from the checkpoint. The fit refuses one of another
                 experiment when it begins.
         """
         if not state_dict:

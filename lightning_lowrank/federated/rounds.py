@@ -62,10 +62,10 @@ class Rounds(OfTheRun):
         settings: The experiment's settings.
         trainer: The trainer, with its optimizers set up.
         data: The training set, which is divided when that has not been done.
-        progress: Where the run stands.
+        progress: The run's position.
         processes: Connects the processes that share rounds, if there are several.
         make: Makes the exchange of the clients' messages.
-        before: The rounds of the fit that this one goes on from, if any.
+        before: The rounds of the fit that this one continues, if any.
         restored: `state_dict`'s result in the checkpoint that the fit is resumed from, if any.
         turns: Makes each turn of Lightning's loop a chunk of clients.
     """

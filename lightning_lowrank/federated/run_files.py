@@ -20,7 +20,7 @@ from lightning_lowrank.layers.layer import low_rank_layers
 from lightning_lowrank.run_metadata import read_metadata, software, write_metadata
 
 CLIENT_TABLES = {"validate": "clients.csv", "test": "clients_test.csv"}
-"""Names of the tables of clients, as the last validation and the last test judged them."""
+"""Names of the tables of clients of the last validation and the last test."""
 
 # Loggers whose folders have metadata written by this process; a folder may also hold those of an earlier run.
 _WRITTEN: WeakSet[CSVLogger] = WeakSet()
@@ -29,7 +29,7 @@ _WRITTEN: WeakSet[CSVLogger] = WeakSet()
 class RunMetadata:
     """Writes the metadata of a fit into the folder of each `CSVLogger`.
 
-    A fit that goes on with the same logger, whose metrics then hold the rounds before, counts from their first one.
+    A fit that continues with the same logger, whose metrics then hold the rounds before, counts from their first one.
 
     Args:
         trainer: The trainer, about to make its first round, or the first one since it was resumed.
@@ -91,7 +91,7 @@ def write_client_table(
 
     Args:
         trainer: The trainer.
-        stage: What judged them.
+        stage: The evaluation, ``validate`` or ``test``.
         samples: Number of test samples of each client.
         columns: Each client's figures, by name.
         names: The clients' names.

@@ -102,7 +102,7 @@ def _is_old(path: Path) -> bool:
 class WholeCheckpoints(TorchCheckpointIO):
     """Lightning's default checkpoint writer, except that a killed run leaves no torn checkpoint.
 
-    A checkpoint is written beside its target, to the disk, and then renamed, on whatever file system the target is.
+    A checkpoint is written to a file next to its target, synced to the disk, and then renamed, on any file system.
     (Lightning writes into the temporary folder; if that is on another file system, its last move is a copy, which a
     kill can cut short.) Before one is loaded it is read as a whole and compared with its checksums.
 

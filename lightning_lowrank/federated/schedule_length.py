@@ -20,7 +20,7 @@ class ScheduleLength:
 
     Step-wise schedulers make the steps of the client with the most in each round, and Lightning asks for their number
     before the first round. Its own length is the mean of that client's batches in a round, rounded up, so that it
-    stands for the training loader in ``len(loader)``.
+    replaces the training loader in ``len(loader)``.
 
     Args:
         trainer: The trainer, before its progress has been restored from a checkpoint.

@@ -102,7 +102,7 @@ class FederatedSettings(Configured):
         local_epochs: Passes of a client over its own samples in a round.
         local_steps: Number of batches of a client in a round, instead of ``local_epochs``.
         uplink: Codecs that every message from a client passes, such as ``[TopK(0.1, error_feedback=True), Half()]``.
-            They get the difference from `Algorithm.reference`, by default from what the client received. Buffers and
+            They get the difference from `Algorithm.reference`, by default from the received tensors. Buffers and
             integers travel exactly. Empty (default): every number travels as it is.
         downlink: Codecs that every message to a client passes. With error feedback they get the difference from a copy
             of the broadcast that all clients hold, and the server adds clients' changes to its own model (EF21-P).
@@ -110,7 +110,7 @@ class FederatedSettings(Configured):
         aggregator: How the arrivals of a round become one value, for methods that average; `WeightedMean` by default.
             Robust rules, such as ``TrimmedMean(0.3)`` or ``Krum(2)``, withstand clients that send anything.
         attackers: Clients that attack, such as ``SignFlip(0.2)``, to test that with; none by default.
-        objective: What clients are trained for beside the module's own loss, such as ``MaskAbsentClasses()``.
+        objective: A change of the clients' objective, such as ``MaskAbsentClasses()``.
         privacy: Differential privacy of whole clients, such as ``ClientPrivacy(clip=1.0, target_epsilon=8.0)``; see
             there. It goes with ``weighting="uniform"`` and methods whose server needs only the clients' mean. ``None``
             (default): none. (Single samples are protected by the callback `DifferentialPrivacy`.)
@@ -122,28 +122,30 @@ class FederatedSettings(Configured):
             only the results are sent and averaged.
         ema_parameters: Patterns of frozen parameters that training itself changes, such as ``["teacher.*"]`` for a
             teacher that follows by an exponential moving average. They are sent, trained and averaged as ``buffers``
-            says. Frozen parameters that change without being named here are refused. What is written through
-            ``tensor.data`` is looked for in a fit's first step, beyond 16.8 million frozen numbers in a sample of them.
-        optimizer_state: ``"reset"``: momentum and the like start anew with each client and round. ``"keep"``: each
-            client takes its own up again when it is next drawn, but for that of factors that a method such as `FedMUD`
-            has drawn anew since.
+            says. Frozen parameters that change without being named here are refused. Writes through ``tensor.data`` are
+            looked for in a fit's first step, beyond 16.8 million frozen numbers in a sample of them.
+        optimizer_state: ``"reset"``: momentum and the like start from zero with each client and round. ``"keep"``: each
+            client continues with its own when it is next drawn, except for moments of factors that a method such as
+            `FedMUD` has redrawn since.
         client_dropout: Chance in [0, 1) that a drawn client fails: it is sent the model and never answers. At least
             one client of a round always answers.
         on_client_error: What happens if a client fails: if its training raises an error, or its update holds a number
-            that is not finite. ``"drop"`` (default): a warning names it, the round goes on without it, and it keeps
-            what it kept before the round. Clients that step together fail together if the step raises. ``"raise"``:
-            the fit ends. Errors of settings, memory or the device always end it.
+            that is not finite. ``"drop"`` (default): a warning names it, the round continues without it, and its state
+            is that of before the round. Clients that step together fail together if the step raises. ``"raise"``: the
+            fit ends. Errors of settings, memory or the device always end it.
         min_clients: Least number of clients that must answer in a round; fewer are an error. Default 1.
         sampling_weights: Relative chance of each client to be drawn: a list, or a dictionary by the clients' names;
             uniform by default.
         participants: Clients of each round, by their ids or, as strings, their names (of `ByKey`, `FromIndices` and the
             like); given instead of drawn.
-        availability: For each client the chance, from 0 to 1, that it is there in a round: a list, a dictionary by the
-            clients' names, or a function of client id and round that returns it, or True or False.
+        availability: For each client the probability, from 0 to 1, that it is available in a round: a list, a
+            dictionary by the clients' names, or a function of client id and round that returns it, or True or False.
         system: How long clients' messages and steps would take, such as ``SystemModel(bandwidth=1.25e6, speed=1e10)``,
-            and after what time the server goes on without those that are late. ``None`` (default): rounds have no time.
+            and the deadline after which the server continues without late clients. ``None`` (default): rounds have no
+            time.
         stages: Further stages of each round, such as one that logs each client's update; see `RoundStage`. They see
-            messages after ``attackers``, and do not go with ``privacy``, which would not protect what they log.
+            messages after ``attackers``, and cannot be combined with ``privacy``, which would not protect their
+            figures.
         labels: Function from the training dataset to its labels, for partitions by label. By default they are found
             from ``targets``, ``labels`` or ``tensors``, or in one pass over the dataset.
         seed: Seed of partition, sampling, data order and clients' randomness. ``None``: the seed given to Lightning's
@@ -157,14 +159,14 @@ class FederatedSettings(Configured):
             same shapes. Before the first round a step is compared with the same step of a client alone, and refused if
             it differs. ``global_step``, ``max_steps`` and step-wise schedulers then count steps of a chunk, and an
             integer ``val_check_interval`` chunks; ``federated/client_steps`` counts clients' batches in both.
-            ``"auto"``: a few
-            steps are tried both ways when the fit begins, the faster is taken, and a line says which and why; a resumed
-            run keeps the choice. The trial puts back all that module, optimizers and dataset hold. What keeps clients
-            from stepping together, in the trial or later, is no error: their steps are made one after another. Where
-            the module has convolutions, a third way is tried: one after another, with the channels of images last in
-            memory (`torch.channels_last`). A later step that cannot do with that is an error which says what would do.
+            ``"auto"``: a few steps are tried both ways when the fit begins, the faster way is used, and a line says
+            which and why; a resumed run keeps the choice. The trial puts back all that module, optimizers and dataset
+            hold. What keeps clients from stepping together, in the trial or later, is no error: their steps are made
+            one after another. Where the module has convolutions, a third way is tried: one after another, with the
+            channels of images last in memory (`torch.channels_last`). A later step that cannot do with that is an error
+            which says what would do.
         chunk_size: Largest number of clients that step together. ``None``: as many as a quarter of the free memory
-            holds, by what a step on the first round's batches takes, and half as many where that step needs more. The
+            holds, by the memory of a step on the first round's batches, and half as many if that step needs more. The
             result does not depend on it, to rounding.
         compile: Whether the steps of clients that step together are compiled by `torch.compile`, which needs a C++
             compiler on a CPU and Triton on a GPU. Compiled are full batches, in stacks of at most four sizes, each of
@@ -177,15 +179,14 @@ class FederatedSettings(Configured):
             copied from pinned memory where the device is a CUDA GPU. ``"auto"`` (default): on other devices than the
             CPU as ``True`` where the samples take at most a quarter of the memory that is free at the first batch, and
             else as ``False``; also as ``False`` for other data, and where the module or datamodule overrides
-            ``on_before_batch_transfer`` or ``transfer_batch_to_device``. Evaluation batches are made on the device
-            where all samples are there; those of validation also need a loader without workers, over samples without
-            draws.
-        personal_test: What each client's own model (`Algorithm.personal_model`; for most methods the global model) is
-            tested on, each time validation runs between rounds: ``"matched_labels"``: the validation samples of the
-            labels that it has in its training samples; a share in (0, 1): that share of its own samples, drawn at
-            random and not trained on; ``"by_client"``: its own validation samples, which ``partition`` finds: by the
-            same key as `ByKey`, or by what `FromIndices` has under ``"test"``. Logged are the mean over clients, the
-            mean of the worst tenth and the standard deviation of each figure that ``validation_step`` logs:
+            ``on_before_batch_transfer`` or ``transfer_batch_to_device``. Evaluation batches are made on the device if
+            all samples are on it; those of validation also need a loader without workers, over samples without draws.
+        personal_test: The test samples of each client's own model (`Personal.personal_model`; for most methods the
+            global model), evaluated each time validation runs between rounds: ``"matched_labels"``: the validation
+            samples of the labels that it has in its training samples; a share in (0, 1): that share of its own samples,
+            drawn at random and not trained on; ``"by_client"``: its own validation samples, which ``partition`` finds:
+            by the same key as `ByKey`, or by what `FromIndices` has under ``"test"``. Logged are the mean over clients,
+            the mean of the worst tenth and the standard deviation of each figure that ``validation_step`` logs:
             ``personal/val_acc``, ``personal/val_acc_worst10``, ``personal/val_acc_std``; with ``"by_client"`` also
             those of the global model on the same samples, ``global/val_acc`` and so on. The folder of a `CSVLogger`
             gets ``clients.csv``, a line for each client with its name, samples and figures. Which values are worst,
@@ -193,18 +194,17 @@ class FederatedSettings(Configured):
             figure and its name; where none does, a warning says so, and no worst tenth is logged. ``trainer.test``
             after the fit does the same with the test loader, unless the module was given other weights, as by
             ``ckpt_path``, of which there are no clients' models: a warning says so. ``None``: not at all.
-        personal_clients: How many clients ``personal_test`` judges, drawn once for the whole experiment among those
-            that have test samples. ``None`` (default): all.
-        client_settings: What is otherwise for single clients, by their ids or, as strings, their names; or as a
-            function of the id:
-            ``local_epochs`` or ``local_steps``, and options of the optimizers such as ``lr`` or ``weight_decay``.
+        personal_clients: Number of clients that ``personal_test`` evaluates, drawn once for the whole experiment among
+            those that have test samples. ``None`` (default): all.
+        client_settings: Settings of single clients, by their ids or, as strings, their names; or as a function of the
+            id: ``local_epochs`` or ``local_steps``, and options of the optimizers such as ``lr`` or ``weight_decay``.
             A function may return ``None`` for nothing. Clients that step together have the same options.
         client_memory_limit: Bytes of tensors that all clients together keep in memory from round to round (their own
-            models, moments, error feedback). What is beyond is put into a temporary folder as safetensors, that of the
-            clients first which have not been drawn for longest. ``None``: no limit. Checkpoints hold all of it.
+            models, moments, error feedback). States beyond this are written to a temporary folder as safetensors, the
+            least recently drawn clients' first. ``None``: no limit. Checkpoints hold all of it.
         summary: Print the partition's table when the fit begins, and a line with metrics and bytes when it ends.
-        allow_changes: Names of what may differ from the run whose checkpoint is resumed, such as
-            ``["clients_per_round", "algorithm.lr"]``; a name stands for all that is in it. By default a run that
+        allow_changes: Names of settings that may differ from the run whose checkpoint is resumed, such as
+            ``["clients_per_round", "algorithm.lr"]``; a name includes everything below it. By default a run that
             differs in anything that changes its result is refused, by these names.
 
     Raises:

@@ -20,7 +20,7 @@ from lightning_lowrank.internals.torch import copy_each
 BufferPolicy = Literal["average", "local", "reset"]
 
 State = dict[str, Any]
-"""What is kept, by purpose: tensors and plain Python in nested dictionaries, so that checkpoints can hold it."""
+"""Further state, by purpose: tensors and plain Python in nested dictionaries, so that checkpoints can hold it."""
 
 
 def trained_tensors(module: nn.Module) -> dict[str, Tensor]:
@@ -51,8 +51,8 @@ class Base:
         optimizers: The trainer's optimizers, with which clients step.
         initial_buffers: The persistent buffers' values before the first round, by name.
         clients: Number of clients of the experiment, also of such that cannot be drawn.
-        state: What the method keeps on every side between rounds. ``state["folded"]`` says that frozen weights have
-            changed: what is trained is then a part of what was learnt.
+        state: The method's state on the server and on all clients between rounds. ``state["folded"]`` says that frozen
+            weights have changed: the trained tensors are then only a part of the learnt ones.
     """
 
     module: nn.Module
@@ -79,10 +79,11 @@ class Base:
 
         The sum of all changes to a weight of 16 bits is also kept in single precision, as part of ``state``, and
         the weight is that sum rounded once. Otherwise each rounding would lose what changes by less than the weight's
-        spacing. It takes 4 bytes for each number of the weight, in memory and in checkpoints, beside the weight's 2.
+        spacing. It takes 4 bytes for each number of the weight, in memory and in checkpoints, in addition to the
+        weight's 2.
 
         Args:
-            name: What the sum is called: the layer's name.
+            name: The sum's name: the layer's name.
             weight: The weight, which is changed in place.
             change: Of the weight's shape, in single precision at least.
         """
@@ -138,8 +139,8 @@ class ClientContext(ClientInfo):
     Args:
         base: The client's copy of the module, its optimizers, and what every side holds.
         model: The client's live values: trained parameters and persistent buffers by name, to be written in place.
-        state: What the client keeps between rounds.
-        round_state: What the client needs in this round alone: tensors by name, and dictionaries of such. Clients that
+        state: The client's state between rounds.
+        round_state: The client's values of this round alone: tensors by name, and dictionaries of such. Clients that
             step together have it stacked, see `LocalStep`.
         steps: Number of steps that the client makes in this round; when it ends, that it has made.
         find_labels: Returns the labels of the client's training samples, ``None`` where the data has none.
@@ -168,7 +169,7 @@ class Server:
         round: Number of the round, from 0.
         cohort: Ids of the clients drawn for the round, ascending.
         model: Global values of the trained parameters and persistent buffers, by name.
-        state: What the method keeps on the server between rounds. ``state["lost"]`` is what `update_model` keeps there.
+        state: The method's state on the server between rounds. ``state["lost"]`` is what `update_model` keeps there.
         aggregator: The round's arrivals so far.
         announcement: What every side hears with the round's broadcast, clients that sit the round out included. Set by
             `announce`.
@@ -197,7 +198,8 @@ class Server:
 
         Args:
             live: The live trained parameters and persistent buffers, by name.
-            shown: What the method last put into the module. Where the module holds just that, ``model`` stays.
+            shown: The values that the method last put into the module. Where the module holds just that, ``model``
+                stays.
         """
         self.base.remember_buffers()
         found = changed_names(live, shown)

@@ -181,7 +181,7 @@ class Intake:
             For clients that were left out, the reason.
 
         Raises:
-            Exception: What the method raises, if leaving out a minority does not help.
+            Exception: The method's own error, if leaving out a minority does not help.
         """
         coordinator = self.coordinator
         coordinator.answers.check(len(self._accepted))

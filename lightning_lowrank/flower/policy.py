@@ -64,7 +64,7 @@ class Policy:
         modules: Which parts of the model may be trained: patterns of which one must match each trained parameter or
             buffer, as in `LowRank`'s ``include``: names, runs of their parts between dots, wildcards.
         max_rounds: Largest number of rounds that the server may say that a study has, and most of them that the site
-            trains in. Default: what the server says.
+            trains in. Default: the server's configuration.
 
     Raises:
         MisconfigurationException: If an entry is of another type or out of range.

@@ -1,7 +1,7 @@
 """Rounds across sites, at the server: the server's half of the recipe's method, and the sites' messages.
 
-The server is a Lightning fit whose epochs train nothing: `RemoteRounds` stands in for `FederatedLoop`, and lets each
-epoch's round happen on the sites. Validation, checkpoints, loggers and early stopping are the recipe's own.
+The server is a Lightning fit whose epochs train nothing: `RemoteRounds` replaces `FederatedLoop`, and has each epoch's
+    round run on the sites. Validation, checkpoints, loggers and early stopping are the recipe's own.
 """
 
 from __future__ import annotations
@@ -88,7 +88,7 @@ class _Outcome:
 
 
 class RemoteRounds(Callback):
-    """Stands in for `FederatedLoop` on the server: a round's clients are sites.
+    """Replaces `FederatedLoop` on the server: a round's clients are sites.
 
     Clients are drawn as `FederatedLoop` draws them, so that a run and its simulation have the same ones. A drawn site
     that is not connected, fails, or sends something malformed counts as failed; the round consists of the other
@@ -114,8 +114,9 @@ class RemoteRounds(Callback):
         min_sites: Least number of sites that must answer in a round. 0 (default): ``federated.min_clients``.
         keep_broadcasts: Number of rounds whose broadcasts are kept, where the method needs sites to hear all. A site
             that has missed more is left out.
-        on_bad_payload: What a malformed payload does: ``"skip"``: its site counts as failed; ``"stop"``: the run ends.
-            In a secure sum it does so where the answer itself shows it: nobody can tell which masked number is bad.
+        on_bad_payload: The consequence of a malformed payload: ``"skip"``: its site counts as failed; ``"stop"``: the
+            run ends. In a secure sum it does so where the answer itself shows it: nobody can tell which masked number
+            is bad.
         poll: Seconds between two looks for answers.
         norm_bound: The largest ratio of an answer's change to the median site's change; see `Intake`.
             ``math.inf``: no limit.

@@ -173,7 +173,7 @@ def write_answer(message: Message, context: Context, changes: Mapping[str, Tenso
     """A site's answer, which Flower's mod masks before it is sent.
 
     Raises:
-        MisconfigurationException: If a number is larger than what the server has announced, which would cut it off.
+        MisconfigurationException: If a number is larger than the server's announced range, which would clip it.
     """
     largest, most = internals.limits_of(context)
     highest = max((float(change.abs().max()) for change in changes.values() if change.numel()), default=0.0)

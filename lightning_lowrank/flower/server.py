@@ -87,7 +87,7 @@ def serve(
         recipe: The recipe's file. What this machine has for the names that the recipe leaves to each party, and for its
             trainer, comes from ``server.yaml`` next to it, if that exists.
         grid: Flower's way to the sites.
-        validate: Whether the server judges the global model; otherwise it reads no data.
+        validate: Whether the server evaluates the global model; otherwise it reads no data.
         state: File to save the server's state in after each round. If it exists, the run continues from it. It is
             deleted when the run has ended normally. ``None``: nothing is saved.
         rounds: Number of rounds; 0: the recipe's ``trainer.max_epochs``.

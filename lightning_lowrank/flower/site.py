@@ -112,7 +112,7 @@ class Site:
         own_data: Whether the recipe's data set, as read here, is this site's alone. Otherwise all sites have the whole
             data set, and this one uses its client's part of the recipe's partition.
         data_root: Folder of the files that the recipe leaves to sites, such as the datamodule's ``root``.
-        policy: What the site permits; by default everything.
+        policy: The site's policy; by default everything is permitted.
         site_values: This site's values: those of the names that the recipe leaves to sites, entries of `OWN_OF_TRAINER`
             for the trainer, and ``rank``, the rank of this site's client, for methods of clients of different rank.
         seed: ``seed_everything`` of the study; ``None``: the recipe's.
@@ -224,7 +224,7 @@ class Site:
         Raises:
             DecodingError: If a broadcast cannot be decoded.
             MisconfigurationException: If the client cannot train, or has made a later round.
-            PolicyViolation: If the site's policy does not permit what the server or the recipe asks for.
+            PolicyViolation: If the site's policy does not permit the request of the server or the recipe.
         """
         self._check_again()
         if not 0 <= number < self.rounds:

@@ -104,7 +104,7 @@ class ClientTurns:
         done: Returns how many of them are done.
         loader: Returns the user's training loader.
         turn: Trains the client of the next turn. Returns whether the module ended the round.
-        resumes_inside: Returns whether the fit goes on from a checkpoint that was saved inside a client.
+        resumes_inside: Returns whether the fit resumes from a checkpoint that was saved inside a client.
     """
 
     def __init__(

@@ -113,7 +113,7 @@ def run_secure_aggregation(
 
     Args:
         grid: Has ``send_and_receive``.
-        instructions: What each node is sent with the request for its numbers.
+        instructions: The content that each node is sent with the request for its numbers.
         number: The round.
         threshold: Share of the nodes without whom nothing can be unmasked.
         settings: Further arguments of ``SecAggPlusWorkflow``.

@@ -39,7 +39,7 @@ is_mapped = is_batchedtensor
 is_transformed = is_functorch_wrapped_tensor
 map_level = current_level
 values_of = get_unwrapped
-"""Returns the tensor that a mapped tensor stands for, in the order of dimensions that it has."""
+"""Returns the tensor behind a mapped tensor, in the order of dimensions that it has."""
 
 
 def stack_of(tensor: Tensor) -> Tensor:
@@ -338,7 +338,7 @@ def adam_step(
 # Tables of a module's own parameters, buffers and children
 
 TABLES = ("_parameters", "_buffers", "_non_persistent_buffers_set", "_modules")
-"""The attributes in which a module registers what it holds."""
+"""The attributes in which a module registers parameters, buffers, children and hooks."""
 
 COMPILED = "_compiled_call_impl"
 """The attribute in which ``Module.compile`` keeps its result, which is bound to the module."""
@@ -347,7 +347,7 @@ COMPILED = "_compiled_call_impl"
 def own_parameters(module: nn.Module) -> MutableMapping[str, Any]:
     """A module's own table of parameters, without those of submodules, for reading and writing.
 
-    There is no public way: ``named_parameters`` leaves out what is registered as ``None``, and ``register_parameter``
+    There is no public way: ``named_parameters`` leaves out entries that are ``None``, and ``register_parameter``
     refuses the name of a property.
     """
     return module._parameters
@@ -444,7 +444,7 @@ def recurrent_weights_kept(module: nn.Module) -> Iterator[None]:
 def memory_fingerprint(tensor: Tensor) -> tuple[int, int]:
     """A fingerprint of a tensor's memory: it changes with writes in place and with new data.
 
-    Weights of 4 bits of bitsandbytes count as never written: for evaluation on some CPUs it packs them anew.
+    Weights of 4 bits of bitsandbytes count as never written: for evaluation on some CPUs it packs them again.
     """
     if quantised_to_4_bits(tensor):
         return 0, 0

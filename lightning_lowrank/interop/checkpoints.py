@@ -30,7 +30,7 @@ from lightning_lowrank.interop.peft_layout import Outline, check_folder, check_p
 from lightning_lowrank.layers import LayerSpec, dense_state_dict
 
 TRAINED_CHECKPOINTS = "TrainedCheckpoints"
-"""Key of `TrainedCheckpoints`' state in a checkpoint: digests of what it leaves out."""
+"""Key of `TrainedCheckpoints`' state in a checkpoint: digests of the weights that it leaves out."""
 
 # Names of parameters that PEFT's methods add to or wrap around a layer.
 _ADAPTER = re.compile(r"\.(base_layer|modules_to_save|lora_\w+|ia3_l|vera_lambda_\w|prompt_encoder)\b")
@@ -41,8 +41,8 @@ def dense_checkpoint(
 ) -> dict[str, Tensor]:
     """The unconverted module's state dict, from a checkpoint of a converted module; see `load_dense`.
 
-    The state dict of a run without `LowRank` is returned unchanged. What a checkpoint of `TrainedCheckpoints` leaves
-    out is taken from ``module``, unconverted and with the weights that the run began with.
+    The state dict of a run without `LowRank` is returned unchanged. The weights that a checkpoint of
+    `TrainedCheckpoints` leaves out come from ``module``, unconverted and with the weights with which the run began.
     """
     checkpoint = _read(path, client)
     callbacks = checkpoint["callbacks"]
@@ -361,9 +361,9 @@ def load_dense(path: str | Path, module: nn.Module, client: int | str | None = N
         path: A checkpoint that a trainer with `LowRank` wrote.
         module: A new, unconverted module of the same class, compiled or not. For a checkpoint of `TrainedCheckpoints`,
             with the frozen weights that the run began with.
-        client: Id, or name, of a client whose own model, as ``personal_test`` judges it, is used instead of the global
-            one. The checkpoint must hold all of it: no statistics of `StaticBatchNorm`, nor a part of the global model
-            for a client of smaller width or rank.
+        client: Id, or name, of a client whose own model, as ``personal_test`` evaluates it, is used instead of the
+            global one. The checkpoint must hold all of it: no statistics of `StaticBatchNorm`, nor a part of the global
+            model for a client of smaller width or rank.
 
     Raises:
         MisconfigurationException: If the file cannot be read, the checkpoint does not describe its layers, it leaves

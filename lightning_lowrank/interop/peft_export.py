@@ -59,7 +59,7 @@ def export_adapter(
 ) -> Path:
     r"""Write a module's low-rank layers, or the adapter of a model that PEFT wrapped, as a PEFT adapter folder.
 
-    ``PeftModel.from_pretrained(base_model, folder)`` then computes what the module does, to rounding. Layers are
+    ``PeftModel.from_pretrained(base_model, folder)`` then computes the same as the module, to rounding. Layers are
     ``nn.Linear``, transformers' ``Conv1D``, ``nn.Embedding`` and, with ``MatrixProduct("channel")`` or kernels of size
     1, ``nn.Conv1d`` to ``nn.Conv3d``, with factors of role ``"update"``: :math:`W + \text{scaling} \cdot B A` (Hu et
     al., 2022, Eq. 3). The core of a ``CoreProduct`` is multiplied into :math:`B`. Ranks and :math:`\alpha` may differ
@@ -69,8 +69,8 @@ def export_adapter(
     A model that PEFT wrapped, with any of its methods, is written by PEFT itself. Where the base weights of either have
     changed, as after ``FLoRA``, ``FedEx`` or ``CoLR``, the layer's adapter becomes the truncated singular value
     decomposition of that change and :math:`\text{scaling} \cdot B A` together, of the rank that it needs, so that the
-    adapter is whole on the weights that the run began with. That takes ``base``, or a quantised layer, beside whose
-    weight the change was kept.
+    adapter is whole on the weights that the run began with. That needs ``base``, or a quantised layer, whose change is
+    stored separately.
 
     Args:
         module: A module that `LowRank` or `lightning_lowrank.convert` converted, or one that holds a model that PEFT

@@ -211,7 +211,7 @@ def check_path_and_module(call: str, path: Any, module: Any) -> None:
     """Raise if ``path`` is no path or ``module`` no module, as when arguments are swapped.
 
     Args:
-        call: What was called, with its arguments' names, for messages.
+        call: The called function with its arguments' names, for messages.
         path: A path.
         module: A module.
     """

@@ -29,8 +29,8 @@ class LowRankMultiheadAttention(nn.MultiheadAttention):
         """Build a low-rank attention from a dense one.
 
         Args:
-            module: The dense attention, which should not be used further: its parameters and children are
-                taken over.
+            module: The dense attention, which should not be used further: its parameters and children become those of
+                the new layer.
             projections: The layers by name: ``"in_proj"``, ``"q_proj"``, ``"k_proj"`` or ``"v_proj"``.
 
         Raises:

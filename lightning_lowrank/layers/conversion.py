@@ -53,7 +53,7 @@ def convert(model: nn.Module, factorization: Factorization, *, seed: int = 0, **
     Raises:
         TypeError: If ``model`` is itself a layer to convert, or an argument of a wrong kind.
         ValueError: If an argument is out of range, a pattern matches nothing, the model has low-rank or
-            uninitialised layers, the budget is below what the smallest ranks need, or there is nothing to
+            uninitialised layers, the budget is below the cost of the smallest ranks, or there is nothing to
             convert.
 
     Example:

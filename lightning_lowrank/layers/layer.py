@@ -100,8 +100,8 @@ class LowRankLayer(nn.Module):
         rank: The factors' rank.
         init_scale: The ``a`` of the uniform draws U(−a, a) of :meth:`reset_factors`.
         zero_factors: The factors that :meth:`reset_factors` sets to zero.
-        scale: What the update is multiplied by.
-        active: What the layer computes with: the update and the weight before it (``"both"``), or one of them, as
+        scale: The factor that the update is multiplied by.
+        active: The computation: the update and the weight before it (``"both"``), or one of them, as
             if the other were zero (``"base"``, ``"factors"``). ``weight`` is always made of both.
         trainable: Whether the dense layer's weight was trainable, as it is again in :meth:`to_dense`.
         folded: Whether :meth:`fold` has changed the frozen weight, so that the factors are not all that was learnt.
@@ -373,7 +373,7 @@ class LowRankLayer(nn.Module):
         """Add a tensor of the weight's shape to the frozen weight, in place, and note that it has changed.
 
         Args:
-            change: What is added.
+            change: The tensor to add.
             add: As for :meth:`fold`.
         """
         self.unmerge()

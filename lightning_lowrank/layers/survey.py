@@ -73,7 +73,7 @@ class Candidate:
         projection: The weight's name where it is one of several: of an attention without ``_weight``, of a recurrent
             layer all of it. Empty otherwise.
         reason: Why the layer stays dense; empty if it is converted.
-        note: What is unusual about the layer's factors, empty otherwise.
+        note: A remark on the layer's factors; empty if there is none.
         tied_to: The earlier layer whose factors this one shares.
         error: The relative error of the decomposition, where there is one.
         sources: The parameters that the weight is, or is computed from.

@@ -67,8 +67,8 @@ def convergence_constants(
     """Measure the constants of the weak and the strong convergence condition, for one layer and round.
 
     No matrix of the weight's size is built: products enter by the Gram matrices of their factors, in float64. A
-    squared distance is a difference of such inner products, so what is below about 1e-15 of the products' squared
-    norms (1e-8 for the two errors) is rounding.
+    squared distance is a difference of such inner products, so values below about 1e-15 of the products' squared norms
+    (1e-8 for the two errors) are rounding errors.
 
     Args:
         pairs: The clients' pairs after their training.

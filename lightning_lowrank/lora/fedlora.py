@@ -39,12 +39,12 @@ class FedLoRA(ChangesBase, UnequalClients, Personal):
     and ``CoLR``, :math:`A` alone for ``FedSA``, whose clients keep their :math:`B`. The server sends those that have
     changed since the client last received them. Operators that change the base weight (``FLoRA``, ``FLoRIST``,
     ``FedEx``, ``CoLR``) send the factors of that change, or its matrix where that takes fewer bytes, to every client,
-    also outside the cohort, which is logged as ``comm/idle_down_bytes``. Changes of base weights of 16 bits are summed
-    in single precision beside them, which takes 4 more bytes for each of their numbers. Where PEFT wrapped a layer that
-    is quantised, by bitsandbytes or torchao, the weight stays and the layer adds what has changed: factors in single
+    also outside the cohort, which is logged as ``comm/idle_down_bytes``. Changes of base weights of 16 bits are also
+    summed in single precision, which takes 4 more bytes for each of their numbers. Where PEFT wrapped a layer that is
+    quantised, by bitsandbytes or torchao, the weight stays and the layer adds what has changed: factors in single
     precision side by side, or their matrix once that has fewer numbers. Redrawn factors are not sent.
 
-    With PEFT's DoRA, the operator combines the factors, so that what it says of the product holds for the direction
+    With PEFT's DoRA, the operator combines the factors, so that its result for the product holds for the direction
     :math:`W + s B A`; the magnitudes are averaged.
 
     With ``levels`` clients have different ranks: the same share of each layer's rank, at least 1. A client's scaling is
@@ -53,8 +53,8 @@ class FedLoRA(ChangesBase, UnequalClients, Personal):
 
     With a robust rule as the loop's ``aggregator``, the rule gives the clients' weights in the operator, in place of
     their numbers of samples. An arrival is then one vector of the changes of all layers' products, :math:`s B A`, and
-    of what is trained outside the adapters; its inner products come from the factors, and no product is built. Rules of
-    single numbers are refused, as are operators whose clients keep a pair or a factor of their own.
+    of the parameters trained outside the adapters; its inner products come from the factors, and no product is built.
+    Rules of single numbers are refused, as are operators whose clients keep a pair or a factor of their own.
 
     Args:
         operator: How factors are combined, such as ``ProductSum()`` or ``SumProduct()``.

@@ -95,7 +95,7 @@ class Operator(Configured, ABC):
             ranks: The rank at which each client receives its pair. By default that of its own pair.
             scalings: The scaling at which each client receives its pair. By default that of its own pair.
             round: The round that ends, from 0.
-            seed: The layer's seed, the same in every round, for what is drawn. Default: 0.
+            seed: The seed of the layer's draws, the same in every round. Default: 0.
             previous: The server's pair from before the round. With it, slots that none of this round's clients has keep
                 their values. Default: none.
 

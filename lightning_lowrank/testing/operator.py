@@ -32,7 +32,7 @@ def check_operator(
 
     Clients receive pairs of the ranks and scalings that are asked for, in their dtype and on their device. One client
     gets its own product back, and so does a client that has all the weight. Only the proportions of the weights
-    matter, and the order of the clients does not. The seed alone decides what is drawn: runs repeat bit for bit, and
+    matter, and the order of the clients does not. The draws depend on the seed alone: runs repeat bit for bit, and
     the global generators are left alone. Inputs are neither changed nor shared. No matrix of the weight's size is built
     where the factors are narrow. The operator's declarations are true: which factors are trained and
     cross the wire, whether the base weight changes, whether pairs are common or drawn again. Different ranks are

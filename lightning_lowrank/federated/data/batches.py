@@ -201,7 +201,7 @@ class BatchReader:
 
     Args:
         loader: The user's loader.
-        requests: Returns what is to be read: a `Request` for a batch, or `Requests` for a stack of batches.
+        requests: Returns the requests to read: a `Request` for a batch, or `Requests` for a stack of batches.
         change: As for `SeededBatches`.
         device_data: Keeps samples on the device; ``None``: batches are read in main memory.
         training: Whether the dataset is the training set, which ``data_on_device=True`` requires on the device.
@@ -334,7 +334,7 @@ def batch_of(stacked: Any, place: int) -> Any:
 def stack_batches(batches: Sequence[Any]) -> list[tuple[list[int], Any]]:
     """Stack the tensors of batches that are equal in structure and shapes.
 
-    What is no tensor and differs between them, such as the name of a client, is an `OfEachClient`.
+    An entry that is no tensor and differs between them, such as a client's name, becomes an `OfEachClient`.
 
     Returns:
         For each kind of batch, which ones are of it, and one batch with their tensors stacked.

@@ -16,7 +16,7 @@ from torch.utils.data import ConcatDataset, Dataset, Subset
 
 Column: TypeAlias = np.ndarray
 _MISSING = ("NAType", "NaTType")
-"""Names of pandas' classes for what is missing."""
+"""Names of pandas' classes of missing values."""
 
 
 class ClientColumn:
@@ -83,7 +83,7 @@ def find_column(
         names: Attributes to look for.
         columns: Columns to look for.
         pick: Returns a sample's entry.
-        what: What is read, for the progress bar.
+        what: The name of the entries, for the progress bar.
         advice: Last part of error messages: what would work.
         classes: Whether a column of a ``ClassLabel`` of `datasets` is read as the names of its classes.
     """

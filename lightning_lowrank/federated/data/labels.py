@@ -23,9 +23,9 @@ _FIELDS = ("label", "labels", "target")
 def find_labels(dataset: Dataset, labels: Callable[[Any], Any] | None = None) -> Tensor:
     """Find the label of each sample of a dataset.
 
-    The first of these that has one entry for each sample is taken: the dataset's ``targets``, its ``labels``, the last
-    of its ``tensors`` (each found through `torch.utils.data.Subset` and `torch.utils.data.ConcatDataset` as well). Such
-    attributes are read without loading a sample, so transforms of the targets are not applied. The same is true of
+    The labels are the first of these with one entry for each sample: the dataset's ``targets``, its ``labels``, the
+    last of its ``tensors`` (each found through `torch.utils.data.Subset` and `torch.utils.data.ConcatDataset` as well).
+    Such attributes are read without loading a sample, so transforms of the targets are not applied. The same is true of
     the columns ``label``, ``labels`` or ``target`` of a `datasets.Dataset`, which are looked for next. Otherwise the
     dataset is read once: ``sample[1]`` of tuples and lists, ``sample["label"]``, ``["labels"]`` or ``["target"]`` of
     dictionaries. The global random number generators, which a dataset's augmentations may use, are given back as they

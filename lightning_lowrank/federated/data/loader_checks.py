@@ -44,7 +44,7 @@ def check_loader(loader: Any, training: bool = True, weighted: bool = False) -> 
     has the same batches.
 
     Args:
-        loader: What the user's hook returned.
+        loader: The result of the user's hook.
         training: Whether batches are drawn as the loader's sampler draws them. Otherwise only its dataset is read, and
             a list with just one loader will do.
         weighted: Whether a `torch.utils.data.WeightedRandomSampler` may draw, with replacement.

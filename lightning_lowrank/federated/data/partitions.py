@@ -1,6 +1,6 @@
 """Partitions: rules that divide a training set among clients.
 
-A `Partition` assigns samples to clients and `ClientIndices` is what it returns. `IID`, `Dirichlet` and `LabelCount` are
+A `Partition` assigns samples to clients, and returns `ClientIndices`. `IID`, `Dirichlet` and `LabelCount` are
 the synthetic splits of the federated learning literature, `ByKey` takes the clients that the data itself names
 (writers, speakers, hospitals). All draws come from generators derived from the seed, never from the global ones.
 """
@@ -42,7 +42,7 @@ from lightning_lowrank.seeding import generator
 
 _MAX_DRAWS = 1000
 _JUDGED = (3, 10, 30, 100)
-"""Number of draws after which a division with enough samples for each client is judged possible or not."""
+"""Number of draws after which a division with enough samples for each client is considered possible or not."""
 _HOPELESS = 1e-9
 _GROUP_ADVICE = "groups must return one integer or string for each sample of the dataset."
 _KEY_ADVICE = "keys must be one integer or string for each sample; ByKey takes a function dataset -> keys."
@@ -160,7 +160,7 @@ class Partition(Configured, ABC):
         """The number of clients, given the number that the user asked for.
 
         Raises:
-            MisconfigurationException: If ``clients`` is missing, or contradicts what the partition knows.
+            MisconfigurationException: If ``clients`` is missing, or contradicts the partition's own number.
         """
         if clients is None:
             raise MisconfigurationException(

@@ -192,7 +192,7 @@ class RoundPlanner:
         """The number of optimizer steps in some rounds, counting in each the client with the most steps.
 
         Args:
-            rounds: Their numbers; may go on for ever where there is a ``limit``.
+            rounds: Their numbers; may be infinite if there is a ``limit``.
             group_of: Returns how many batches make a step in a round.
             limit: Number of steps of all chunks after which the last round is cut short.
         """

@@ -20,11 +20,11 @@ class PoissonLoader:
     """A training loader of Poisson-sampled batches, which can start at any batch.
 
     It keeps the dataset, collate function and workers of another loader, and the number of its batches. A batch has the
-    loader's batch size on average. Where no sample is drawn, the first sample stands for the batch; see `drawn`.
+    loader's batch size on average. If no sample is drawn, the batch has the first sample in its place; see `drawn`.
 
     Args:
         loader: The user's loader, checked by `check_loader`.
-        seed: Seed of what is drawn while samples are read.
+        seed: Seed of the draws while samples are read.
         poisson: Returns the seed by which samples are drawn.
         steps: Returns how many batches were drawn before, in all fits. Each has draws of its own.
         epoch: Returns the number of the epoch.

@@ -44,8 +44,8 @@ class RoundLoader:
         stacked: Whether a batch is that of a whole chunk: for each batch size the clients' places in the chunk and
             their batches, stacked.
         poisson: Returns the seed by which each of a client's samples is in a batch on its own, so that batches have the
-            loader's size on average. Where none is drawn, the client's first sample stands for the batch; see `drawn`.
-            ``None``: batches are of one size.
+            loader's size on average. If none is drawn, the batch has the client's first sample in its place; see
+            `drawn`. ``None``: batches are of one size.
         change: As for `SeededBatches`.
         device_data: Keeps samples on the device that trains; ``None``: batches are read on the host.
     """

@@ -1,6 +1,6 @@
 """The rows of a file, or of a split, from which a dataset's samples come.
 
-Data modules that hold out, drop or limit samples number the others anew. They leave a `Rows` on the training set as
+Datamodules that hold out, drop or limit samples renumber the others. They leave a `Rows` on the training set as
 ``dataset.rows``, by which partitions that name samples by their number, such as `FromIndices`, find them.
 """
 

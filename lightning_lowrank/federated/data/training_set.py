@@ -59,7 +59,7 @@ class RoundData:
 
     Args:
         settings: The experiment's settings.
-        progress: Where the run stands.
+        progress: The run's position.
         on_divided: Called once with the division, and with the labels where the division needed them.
 
     Attributes:

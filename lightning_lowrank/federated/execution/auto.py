@@ -66,7 +66,7 @@ def choose_execution(
         data: The divided training set.
         processes: Connects the processes that share rounds, if there are several.
         restored: The loop's state in the checkpoint that the fit is resumed from, if any.
-        previous: The execution of the fit that this one goes on from, if any.
+        previous: The execution of the fit that this one continues, if any.
     """
     wanted: str = exchange.settings.execution
     size = exchange.settings.chunk_size or 0
@@ -180,7 +180,7 @@ def _fastest(
         compiles: Whether steps of clients together may be compiled.
 
     Returns:
-        The execution's name, whether images have their channels last, and what is said of it.
+        The execution's name, whether images are in channels-last format, and a sentence on the choice.
     """
     module, loader = trainer.lightning_module, data.loader
     tried = functools.partial(_tried, data, size)
@@ -266,7 +266,7 @@ def time_alone(
         Seconds of a step; ``None`` where that makes no difference, for there are no images that have them elsewhere.
 
     Raises:
-        MisconfigurationException: If the module holds what cannot be put back.
+        MisconfigurationException: If the module holds an object that cannot be restored.
     """
     # The first batch of each client.
     clients = chunk.clients[:_TRIED_STEPS]
@@ -298,8 +298,8 @@ def time_both(
         Seconds of a client's step: where clients train one after another, and where they step together.
 
     Raises:
-        MisconfigurationException: If the training step cannot be mapped over clients, or the module holds what cannot
-            be put back.
+        MisconfigurationException: If the training step cannot be mapped over clients, or the module holds an object
+            that cannot be restored.
     """
     with trial(trainer, loader, chunk, _TRIED_STEPS) as (together, alone):
         count = len(chunk.clients)

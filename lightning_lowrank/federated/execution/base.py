@@ -42,7 +42,7 @@ def while_training(trainer: Any, own: Callable[..., Any], step: Callable[..., An
 class Execution(OfTheRun, ABC):
     """Runs the clients' half of rounds in one process, a chunk of clients at a time.
 
-    A chunk is one client, or several that step together. `open` makes its clients begin with what they are sent;
+    A chunk is one client, or several that step together. `open` makes its clients begin with their broadcasts;
     `LocalTraining` makes their steps, and calls `before_batch`, `step_of`, `before_step` and the method's
     ``local_update`` in each; `close` hands over what the clients send.
     """
@@ -73,7 +73,7 @@ class Execution(OfTheRun, ABC):
         self.number = 0
         self.round_state: State = {}
         self.before: dict[int, State] = {}
-        """What the open clients kept before the round."""
+        """The open clients' states before the round."""
         self.changes_objective = not inherits(self.algorithm, "loss") or self.settings.objective is not None
         """Whether the method or the settings change the objective."""
         self._own_gradients = not inherits(self.algorithm, "before_step")

@@ -25,7 +25,7 @@ class ChannelsLast:
     them. Values stay as they are.
 
     Args:
-        module: The module. What it calls from `torch.nn.functional` is not seen.
+        module: The module. Its calls of `torch.nn.functional` are not detected.
     """
 
     def __init__(self, module: nn.Module) -> None:

@@ -120,7 +120,7 @@ class CompiledSteps(OfTheRun):
         Args:
             training_step: The user's.
             takes_index: Whether it takes the number of the step.
-            inputs: What the step takes, which is left as it is.
+            inputs: The step's inputs, which are not changed.
             number: The step's number.
         """
         form, size = form_of(inputs), len(next(iter(inputs.trained.values())))

@@ -31,7 +31,7 @@ def first_difference(
 
     Args:
         found: The results.
-        expected: What they are to be.
+        expected: The expected results.
         tolerance: Of the largest number of a kind; that of gradients is three times as large, and 2e-2 at least.
         way: How the expected ones were made, such as ``"for the client alone"``.
     """

@@ -1,8 +1,8 @@
 """Multi-device simulation: processes that train different clients of the same round.
 
-Every process holds the same server and plans the same round. Each trains its share of the round's clients. When all
-have ended, what the clients sent is exchanged, so that every process has the same server again. `FederatedLoop` uses a
-`SharedCoordinator` where the trainer's strategy is `ClientParallelStrategy`.
+Every process holds the same server and plans the same round. Each trains its share of the round's clients. At a round's
+end the processes exchange the clients' messages, so that every process has the same server again. `FederatedLoop` uses
+a `SharedCoordinator` where the trainer's strategy is `ClientParallelStrategy`.
 """
 
 from __future__ import annotations
@@ -59,21 +59,21 @@ class ClientParallelStrategy(DDPStrategy):
 
     Each process has one device, and processes are started as by Lightning's own ``DDPStrategy``: by the trainer, by
     ``torchrun`` or by SLURM, on one or several machines. Clients are divided by their numbers of batches, the longest
-    first, each to the process with the least to do. No gradients are averaged. What a run ends with is equal to that of
-    a single process to rounding, the ledger exactly; so are checkpoints, from which a run with another number of
-    processes goes on.
+    first, each to the process with the least to do. No gradients are averaged. A run's weights equal those of a single
+    process to rounding, the ledger exactly; so do checkpoints, from which a run with another number of processes can
+    continue.
 
     - Weights are those of the first process when the fit begins, as they were before and after ``setup``.
     - Processes make equally many turns in a round, for Lightning has them meet once a turn: where one has trained its
       clients, it takes turns in which nobody trains. The module's and callbacks' hooks around batches, and
       ``training_step``, may not communicate. What sets ``should_stop`` inside a round does so in every process in the
       same turn, as Lightning's own callbacks do.
-    - When a round has ended, ``global_step`` and the loggers' step are what a single process would have counted. Inside
+    - When a round has ended, ``global_step`` and the loggers' step are those of a single process. Inside
       a round they are the process's own. Where clients step together, each process stacks its own, and counts the steps
       of these chunks.
     - ``max_steps``, ``min_steps`` and checkpoints inside a round are refused.
-    - What is logged over an epoch, `torchmetrics.Metric` objects included, is that of all processes' clients; what is
-      logged on a step is that of the first process. ``sync_dist`` has no effect.
+    - Figures of an epoch, `torchmetrics.Metric` objects included, are those of all processes' clients; figures of a
+      step are those of the first process. ``sync_dist`` has no effect.
     - Validation, test and prediction loaders are not divided: every process evaluates all samples, and has the same
       figures. Loggers and checkpoints are written by the first process.
 
@@ -319,7 +319,7 @@ class _Announced:
     names: list[str] | None
     """The names of the message's tensors; ``None`` where the message was added up where it arrived."""
     state: list[Any]
-    """What the client keeps, as `flatten_state` describes it."""
+    """The client's state, as `flatten_state` describes it."""
     layout: Layout
     """Of the message's tensors, and of those that the client keeps."""
 
@@ -347,12 +347,12 @@ class SharedCoordinator(Coordinator):
     """The server's half of rounds in each of several processes, which exchange their arrivals at a round's end.
 
     Every process holds the same server and plans the same round. Arrivals wait until all processes have trained their
-    clients, so that the stages and the method see what they would see in a single process.
+    clients, so that the stages and the method see the same as in a single process.
 
     Args:
         strategy: Connects the processes.
         trainer: The trainer, whose counts of steps become those of one process.
-        parts: What it connects.
+        parts: The objects that it connects.
     """
 
     averages_models = False

@@ -2,7 +2,7 @@
 
 `Vectorized` uses it. The trained values of a chunk's clients are stacks ``[clients, …]``, which the optimizers hold in
 place of the module's own parameters. A step is ``vmap`` over ``training_step``, followed by the user's elementwise
-optimizer on the stacks. What is frozen is not stacked, so that all clients share one product with it. The module
+optimizer on the stacks. Frozen weights are not stacked, so that all clients share one product with it. The module
 itself keeps the global model.
 """
 
@@ -92,12 +92,12 @@ class ClientStack(OfTheRun):
         module: The user's module.
         live: The module's trained parameters and persistent buffers by name.
         count: Number of clients.
-        objective: What is trained in place of the training step's own loss. It gets ``round_state``.
+        objective: The objective in place of the training step's own loss. It gets ``round_state``.
         guard: Refuses changes of the module; by default one that begins here.
         falls_back: Whether clients make their steps one after another once these cannot be mapped.
         compiled: The fit's compiled steps, if there are any.
         defers: Whether nobody sees weights between steps, so that a projected optimizer may defer its own.
-        logbook: Takes what each client logs; ``None``: nobody does.
+        logbook: Collects each client's logged values; ``None``: nobody does.
     """
 
     def __init__(
@@ -496,7 +496,7 @@ def captured_logs(
     Args:
         module: The module whose step is mapped.
         settings: Takes by name with which settings values are logged.
-        refuse_metric: Returns what is raised for a metric that is logged, given its name.
+        refuse_metric: Returns the error for a logged metric object, given its name.
     """
     captured: dict[str, Tensor] = {}
 

@@ -96,7 +96,7 @@ class CannotMap(MisconfigurationException):
     """Raised for a training step that cannot be mapped over clients, with the cause.
 
     Attributes:
-        reason: What is refused and why, without what to use in place of ``execution='vectorized'``.
+        reason: The refusal and its reason, without an alternative to ``execution='vectorized'``.
     """
 
     def __init__(self, cause: str) -> None:

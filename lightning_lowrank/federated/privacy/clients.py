@@ -48,8 +48,8 @@ class ClientPrivacy(Configured):
             variance :math:`(zC)^2` over ``min_clients`` before it is encoded, so that the sum of ``min_clients`` has
             the noise that is accounted. A round with fewer answers ends the fit. It goes with ``sampling="fixed"``, a
             given ``noise_multiplier``, and messages that carry all of the noise: of 32 bits or more, without an
-            ``uplink`` or a codec of the method's that is not `additive <Codec>`. It needs clients that do as they are
-            told.
+            ``uplink`` or a codec of the method's that is not `additive <Codec>`. It needs clients that follow the
+            protocol.
         quantile: Share of updates, in (0, 1), that is not to be clipped: :math:`C` follows it (Andrew et al., NeurIPS
             2021, Algorithm 1), :math:`C \leftarrow C \exp(-\eta(\tilde b - \gamma))` with the noised share
             :math:`\tilde b`. ``None`` (default): :math:`C` is fixed.

@@ -260,7 +260,7 @@ class PrivateMean(RoundStage):
         """The round's private mean in the form of a client's message; clears the arrivals.
 
         Args:
-            form: What a client sends, of which only shapes and types matter.
+            form: A client's message, of which only shapes and types matter.
             center: What changes are added to, by name.
             round_number: Number of the round.
         """

@@ -21,7 +21,7 @@ def gaussian(like: Mapping[str, Tensor], std: float, *parts: int | str, secure: 
     Args:
         like: The tensors by name. They draw in their order.
         std: Standard deviation.
-        *parts: What the noise is for, as for `generator`: the same parts give the same noise.
+        *parts: The purpose of the noise, as for `generator`: the same parts give the same noise.
         secure: Draw from the operating system's entropy instead, where nothing gives the same noise again.
 
     Example:

@@ -11,7 +11,7 @@ to dim1.
 
 The two modifiers of a low-rank layer need a form that is *bilinear*: two factors ``U`` and ``V``, and a weight
 ``f(U, V)`` that is linear in each. A *half-frozen* layer trains one of them, and a *decoupled* layer trains
-``f(U, Ṽ) + f(Ũ, V)`` with fixed ``Ũ`` and ``Ṽ``. Both are linear in what is trained, so that the mean of the
+``f(U, Ṽ) + f(Ũ, V)`` with fixed ``Ũ`` and ``Ṽ``. Both are linear in the trained factors, so that the mean of the
 clients' factors composes the mean of their weights.
 
 "FedMUD" throughout is Li et al., The Panaceas for Improving Low-Rank Decomposition in
@@ -158,8 +158,8 @@ class Factorization(ABC):
         """The ``a`` of U(−a, a) for which the first step of a factored update has the size of a dense step.
 
         With every factor drawn from U(−a, a) but :meth:`zero_factor`, which is zero, the first step of
-        gradient descent on that factor changes the composed weight, in expectation over the draws, by what
-        the same step on the dense weight would.
+        gradient descent on that factor changes the composed weight, in expectation over the draws, as much as the same
+        step on the dense weight would.
         """
 
     @abstractmethod
@@ -235,10 +235,10 @@ class Factorization(ABC):
     def stage_shapes(self, shape: Sequence[int], rank: int) -> tuple[Stage, ...] | None:
         """The stages of a chain of convolutions that equals the convolution with the composed weight.
 
-        Applied one after another, the first to the input, they give what the convolution with the composed
-        weight gives. For a weight of two dimensions they are matrix products, with kernels (out, in). Each
-        kernel dimension is larger than 1 in at most one of the stages, which is the one that takes the
-        layer's stride, padding and dilation in that dimension.
+        Applied one after another, the first to the input, they give the result of the convolution with the composed
+        weight. For a weight of two dimensions they are matrix products, with kernels (out, in). Each kernel dimension
+        is larger than 1 in at most one of the stages, which is the one that takes the layer's stride, padding and
+        dilation in that dimension.
 
         Returns:
             The stages in the order of application, or ``None`` where this form has no such chain.

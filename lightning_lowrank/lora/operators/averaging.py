@@ -249,7 +249,7 @@ class LoRAA2(RoLoRA):
 class FedSA(Operator):
     """FedSA-LoRA: both factors are trained, ``A`` alone is averaged, and ``B`` stays with its client.
 
-    Guo et al. (ICLR 2025): ``A`` learns what clients have in common, ``B`` what is specific to one. With clients of
+    Guo et al. (ICLR 2025): ``A`` learns the clients' common features, ``B`` those of a single client. With clients of
     different rank, each row of ``A`` is averaged over the clients that have it. The server's ``B`` is the mean of
     the given ones and is used in validation only; where clients keep ``B``, the given ones are the server's own.
 

@@ -101,7 +101,7 @@ class RaFLoRA(SumProduct):
 
     The sum is decomposed and truncated to each client's rank as in :class:`SumProduct`, which this is for clients of
     one rank. A part that none of a round's clients has keeps the product that the server had, which is our choice: the
-    paper does not say what a round without large clients does. `ConvergenceMonitor` logs the effective rank.
+    paper does not describe a round without large clients. `ConvergenceMonitor` logs the effective rank.
 
     Its arguments are those of :class:`SumProduct`.
 
@@ -165,7 +165,7 @@ class FLoRIST(FLoRA):
     .. math:: \sum_{i \le p} \sigma_i^2 \ge \tau \sum_i \sigma_i^2,
 
     so that each layer has a rank of its own, and the server sends :math:`p` columns and rows in place of the sum of the
-    clients' ranks. As in the paper's Algorithm 1 each round starts from fresh adapters beside the changed weight.
+    clients' ranks. As in the paper's Algorithm 1 each round starts from fresh adapters and the changed weight.
 
     Args:
         threshold: :math:`\tau`, above 0 and at most 1, with which it is `FLoRA`. Default: 0.9, the authors' advice.
