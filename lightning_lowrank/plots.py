@@ -71,7 +71,7 @@ def draw(
         narrow: Draw pictures for narrow screens as well: ``bytes_narrow`` and so on.
 
     Returns:
-        ``rounds``, ``bytes``, ``seconds``; ``rounds_each`` and so on, a panel for each curve, only where curves hide
+        ``rounds``, ``bytes``, ``seconds``; ``rounds_each`` and so on, a panel for each curve, only if curves hide
         each other; ``convergence`` if the constants of `ConvergenceMonitor` were logged.
     """
     named = metric if higher is None else f"{metric} ({'higher' if higher else 'lower'} is better)"
@@ -172,7 +172,7 @@ def _plot_constants(constants: Mapping[str, Curves]) -> Figure:
 def is_hidden(curves: Curves, across: Across) -> bool:
     """Whether one curve covers another over at least half of their common range.
 
-    Curves cover each other where they are nearer than a fiftieth of the picture's height.
+    Curves cover each other if they are nearer than a fiftieth of the picture's height.
     """
     whole = [points[np.argsort(points[:, 0], kind="stable")] for points in curves.values() if len(points)]
     drawn = [(np.log(points[:, 0]) if across.unit else points[:, 0], points[:, 1]) for points in whole]

@@ -83,7 +83,7 @@ class NearestNeighborMixing(PreAggregation):
 
     :math:`y_i = \frac{1}{n-f} \sum_{j \in N_i} x_j`, where :math:`N_i` are the :math:`n - f` vectors nearest to
     :math:`x_i`, itself included (arXiv:2302.01772, Algorithm 2). Unweighted. With it, the median, the trimmed mean,
-    Krum and the geometric median are robust to the best possible order where clients have different data.
+    Krum and the geometric median are robust to the best possible order if clients have different data.
 
     Args:
         byzantine: How many arrivals may be Byzantine (:math:`f`): a count, or a share in [0, 0.5) of them.

@@ -572,7 +572,7 @@ class NormBound(DistanceRule):
 
     :math:`\sum_i p_i x_i \min(1, M / \lVert x_i \rVert)` for changes :math:`x_i` of the values that the clients started
     from. A fixed bound is the paper's. A bound relative to the other clients lets no client count for more than they
-    do, without knowledge of the model, but leaves the direction of its change free. Combine it with other rules where
+    do, without knowledge of the model, but leaves the direction of its change free. Combine it with other rules if
     attackers stay within the norm.
 
     Args:

@@ -23,7 +23,7 @@ class FedNova(Algorithm):
     .. math:: x \leftarrow x - \tau_\mathrm{eff} \sum_i p_i d_i, \qquad d_i = \frac{x - y_i}{\|a_i\|_1}, \qquad
         \tau_\mathrm{eff} = \sum_i p_i \|a_i\|_1,
 
-    with the loop's weights :math:`p_i` (by default the shares of samples, as in the paper). Where clients make equally
+    with the loop's weights :math:`p_i` (by default the shares of samples, as in the paper). If clients make equally
     many steps this is `FedAvg`, to rounding.
 
     :math:`\|a_i\|_1` is counted step by step from the optimizer's update rule. It is the number of steps :math:`\tau_i`

@@ -53,7 +53,7 @@ class HeteroFL(PartAveraging):
     alone that hold its label, which ``last_layer="holders"`` does.
 
     Channels must keep their order: a network that concatenates, splits or shuffles them is sliced wrongly. This is
-    refused where the layers' sizes show it.
+    refused if the layers' sizes show it.
 
     Args:
         rates: Shares of the channels, in (0, 1]. The paper's by default; FedHM's comparison (arXiv:2111.14655) has

@@ -25,7 +25,7 @@ class Ravan(CoreMethod):
     :math:`h \sqrt{r (m + n) / h}`, more the more heads there are.
 
     Put ``LowRank(CoreProduct(heads=4), rank=32, freeze_rest=True)`` before the loop; the rank is that of a head. The
-    columns of all heads' :math:`B_i` are orthonormal, and so are the rows of all :math:`A_i`, where ``heads · rank`` is
+    columns of all heads' :math:`B_i` are orthonormal, and so are the rows of all :math:`A_i`, if ``heads · rank`` is
     at most the weight's side; else those of each head. Both are drawn from the experiment's seed, and the cores alone
     cross the wire, ``heads · rank²`` numbers in each direction. Other trained parameters are averaged as in `FedAvg`.
 

@@ -57,7 +57,7 @@ class DifferentialPrivacy(NeedsPoissonBatches, Configured, Callback):
         + \mathcal{N}(0, (z C)^2)\Big).
 
     The module's own ``training_step`` is called with batches of one sample, mapped over the batch by `torch.func.vmap`,
-    or one after another where it cannot be mapped. So a sample's loss must not depend on the
+    or one after another if it cannot be mapped. So a sample's loss must not depend on the
     other samples; a mean over the batch is fine. The gradient of the whole loss is clipped, including a method's own
     terms (``Algorithm.loss``). Logged figures are not protected, nor is other code that reads samples: see
     ``docs/privacy.md``.

@@ -46,8 +46,9 @@ class RoundProgress(Callback):
         monitor: Name of the logged metric whose best value is shown. By default the figure that a callback such as
             ``ModelCheckpoint`` or a scheduler monitors, else the first of ``val_acc``, ``val_accuracy``, ``test_acc``
             and ``val_loss`` that is logged (or with ``valid`` or ``validation``), else another metric of validation.
-            Whether higher is better, its name says or what monitors it. Where neither does, the last value is shown.
-        form: ``"bar"``, ``"lines"``, ``"none"`` for nothing, or ``"auto"``: a bar where one can be drawn, else lines.
+            Its name, or the callback or scheduler that monitors it, says whether higher is better. If neither does, the
+            last value is shown.
+        form: ``"bar"``, ``"lines"``, ``"none"`` for nothing, or ``"auto"``: a bar if one can be drawn, else lines.
             A progress bar that is neither Rich's nor tqdm's stays; this callback then prints lines.
 
     Raises:

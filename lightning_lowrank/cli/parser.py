@@ -373,7 +373,7 @@ class LowRankCLI(SubcommandCLI):
     def instantiate_trainer(self, **kwargs: Any) -> pl.Trainer:
         """Put the two callbacks before all others, which may read weights, and have checkpoints written whole.
 
-        A federated run gets `RoundProgress`. Where it is not shown, it still keeps the best figure in checkpoints. If
+        A federated run gets `RoundProgress`. If it is not shown, it still keeps the best figure in checkpoints. If
         one of its loggers shows images, it gets `RoundPictures`.
         """
         section = _section(self.config_init)

@@ -96,9 +96,9 @@ def report(
         paths: Run folders, or folders that hold some. Runs that did not log ``metric``, or only evaluated, as a
             ``test`` run, are left out with a message.
         metric: Name of the logged metric to compare; by default the first of ``val_acc``, ``val_accuracy``,
-            ``test_acc``, ``val_loss`` that a run has, or another metric of validation. Whether it is better when lower,
-            its name says and what monitors it in the runs' configurations; if neither does, no best value is shown, and
-            a line says why.
+            ``test_acc``, ``val_loss`` that a run has, or another metric of validation. Its name, or the callback that
+            monitors it in the runs' configurations, says whether higher is better; if neither does, no best value is
+            shown, and a line says why.
         output: Folder for ``report.html``, a page that holds everything and needs no other file; ``report.md``,
             ``report.csv`` (all digits) and ``report.tex``; and the pictures. Created if it does not exist. Files of an
             earlier report there are replaced or removed, and no others.

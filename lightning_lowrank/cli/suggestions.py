@@ -177,7 +177,7 @@ def _title(section: str) -> str:
 
 
 def _remedy(place: str, hint: Any, value: str, owner: str) -> str:
-    """What to give in place of a value, if that can be guessed."""
+    """A value to give instead, if it can be guessed."""
     literals, parts = _literals(hint), _parts(hint)
     listing = any(get_origin(each) in (list, Sequence) for each in parts)
     number = _number(value) if float in parts else ""

@@ -24,7 +24,7 @@ class Packet:
     Tensors that travel exactly are not copied. Encode the packet before anything changes them.
 
     Args:
-        tensors: The encoded tensors: differences, where there is a reference.
+        tensors: The encoded tensors: differences, if there is a reference.
         codec: Their codec.
         received: The message as the receiver decodes it, on the tensors' own devices.
         residual: Added to the next message; empty without error feedback.

@@ -38,14 +38,14 @@ class ClientDatasets(SplitsInMemory):
             needed; or a tuple (inputs, targets) of arrays.
         test: Each client's test data. ``None``: ``test_share`` of its training samples is held out, drawn at random; a
             client keeps at least one.
-        test_share: Share of each client's training samples for testing, where ``test`` is not given.
+        test_share: Share of each client's training samples for testing, if ``test`` is not given.
         validation: ``"test"``: validation on the test data. A share: so much of each client's training samples is held
             out.
         batch_size: Samples per training batch.
         eval_batch_size: Samples per batch of the other loaders.
         num_workers: Worker processes per loader.
         seed: Seed of the held-out samples.
-        collate_fn: What makes a batch of samples. ``None``: torch's own.
+        collate_fn: The function that makes a batch of samples. ``None``: torch's own.
 
     Raises:
         MisconfigurationException: If an argument is out of range; and when data are needed, if those of a client are of

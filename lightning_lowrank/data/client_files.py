@@ -41,7 +41,7 @@ class ClientArrays(ClientDatasets):
             ``num_workers``, ``seed``, ``collate_fn``.
 
     Attributes:
-        classes: Names of the classes in the order of their numbers, where the targets are strings.
+        classes: Names of the classes in the order of their numbers, if the targets are strings.
 
     Raises:
         MisconfigurationException: When files are read: if a client's inputs are no numbers, differ in shape from

@@ -37,7 +37,7 @@ class ImageFolder(OwnImages):
         root: The folder.
         clients: Whether the classes' folders lie in a folder for each client.
         validation: ``"test"``: validation on the test images. A share: so much of the training images is held out. Or
-            the name of a folder in ``root``. ``None``: ``val`` where there is ``test`` too, or else ``"test"``.
+            the name of a folder in ``root``. ``None``: ``val`` if there is ``test`` too, or else ``"test"``.
         **kwargs: Arguments of `OwnImages`: ``size``, ``channels``, ``test_share``, ``mean``, ``std``, ``memory_limit``,
             ``mirror``; and of `VisionDataModule`: ``batch_size``, ``eval_batch_size``, ``num_workers``, ``augment``,
             ``limit_samples``, ``seed``, ``normalize``.

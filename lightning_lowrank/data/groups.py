@@ -30,7 +30,7 @@ class LengthGroups(Configured):
 
     Args:
         groups: Number of groups.
-        field: Field of a sample whose length counts, where the dataset has no ``lengths``.
+        field: Field of a sample whose length counts, if the dataset has no ``lengths``.
 
     Raises:
         MisconfigurationException: If ``groups`` is out of range, or samples have no such field.

@@ -38,7 +38,7 @@ class HuggingFaceImages(OwnImages):
         test: Name of the split to test on. ``None``: ``test``, ``val``, ``valid`` or ``validation``, the first that
             there is and that ``validation`` does not name; or else ``test_share`` of the training images is held out.
         validation: ``"test"``: validation on the test images. A share: so much of the training images is held out. Or
-            the name of a split. ``None``: ``val``, ``valid`` or ``validation`` where there is another split to test on,
+            the name of a split. ``None``: ``val``, ``valid`` or ``validation`` if there is another split to test on,
             or else ``"test"``.
         root: Folder in which downloads are kept. ``None``: that of `datasets`.
         **kwargs: Arguments of `OwnImages`: ``size``, ``channels``, ``test_share``, ``mean``, ``std``, ``memory_limit``,

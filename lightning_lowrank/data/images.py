@@ -79,7 +79,7 @@ class TensorImages(HasColumns, Dataset[tuple[Tensor, int]]):
 
     A sample is ``(image, target)``: ``(pixels / pixel_max - mean) / std`` as ``float32``, and an ``int``. It works with
     any ``DataLoader`` and inside any number of ``torch.utils.data.Subset``; with ``collate_fn=collate_images`` a batch
-    is never split into samples. Where `columns` are set, ``dataset["writer"]`` is the column of that name.
+    is never split into samples. If `columns` are set, ``dataset["writer"]`` is the column of that name.
 
     Augmentation pads the raw pixels with zeros (black), crops each image at a random place back to its size, and
     mirrors each with probability one half. All draws of a batch (first the offsets, then the flips) come from PyTorch's

@@ -54,7 +54,7 @@ class Instructions(TextSplits):
         test: The same that ``test`` and ``predict`` read: ``test.jsonl``, or ``test``. Default: the validation set.
         max_length: Tokens at which a text is cut off.
         dataset: As for `TextClassification`.
-        prompt: Template of what comes before an answer, with names of columns in braces. Default: Alpaca's, with the
+        prompt: Template of the text before an answer, with names of columns in braces. Default: Alpaca's, with the
             column ``instruction``.
         answer: Column of the answers.
         messages: Column of conversations: lists of dictionaries with ``role`` and ``content``, or with ``from`` and

@@ -27,7 +27,7 @@ class Table:
         columns: The columns by name.
         source: The rows' source, for messages.
         first_line: Line number of the first row in the file; ``None``: rows are counted from 0.
-        classes: Names of the classes in the order of their numbers, by column, where the source says them.
+        classes: Names of the classes in the order of their numbers, by column, if the source says them.
         rows: The rows of the source that these are. ``None``: all of them.
 
     Example:
@@ -95,7 +95,7 @@ class HasColumns:
     """Further columns of the samples, if any, with one row per sample."""
 
     rows: Rows | None = None
-    """The rows of the file or split that the samples come from, where that is known."""
+    """The rows of the file or split that the samples come from, if that is known."""
 
     @property
     def column_names(self) -> list[str]:
@@ -143,7 +143,7 @@ def read_table(path: Path, names: Sequence[str] | None = None) -> Table:
 
     Args:
         path: The file, in UTF-8.
-        names: The columns' names where the first line does not say them; not for JSON.
+        names: The columns' names if the first line does not say them; not for JSON.
 
     Raises:
         MisconfigurationException: If a line is malformed; it is named.
@@ -204,7 +204,7 @@ def table_of(rows: Any, source: str, first_line: int | None = None) -> Table:
     """The table of a `datasets.Dataset` or of a list of dictionaries.
 
     Columns of a list are those of the first row; a row that lacks one has ``None``. A ``ClassLabel`` column holds the
-    names of its classes, and -1 where a label is kept back.
+    names of its classes, and -1 if a label is kept back.
 
     Raises:
         MisconfigurationException: If it is neither, there are no rows, or ``check_stored`` refuses them.
@@ -265,7 +265,7 @@ def load_splits(dataset: Any, root: str | None, user: str) -> Mapping[str, Any]:
             of the name and its configuration; or the splits themselves: a `datasets.DatasetDict` or another dictionary.
             A single `datasets.Dataset` is the split ``train``.
         root: Folder in which downloads are kept; ``None``: that of `datasets`.
-        user: What needs it, for messages.
+        user: The class or argument that needs the data, for messages.
 
     Raises:
         MisconfigurationException: If it cannot be loaded, or `datasets` is not installed.

@@ -22,11 +22,11 @@ _TEXT = (("text", "sentence"),)
 class TextClassification(TextSplits):
     """Texts or pairs of texts and their labels, for a pretrained transformer; such as SST-2 and the rest of GLUE.
 
-    By default a line of a file is a text, a tab and its label, in UTF-8, after a first line of column names where
+    By default a line of a file is a text, a tab and its label, in UTF-8, after a first line of column names if
     ``header`` says so. With ``text`` or ``task``, files have named columns: ``.jsonl``, ``.json``, ``.csv``, or columns
     apart by tabs. With ``dataset`` the splits are Hugging Face's (extra ``datasets``) or lists of dictionaries.
 
-    A batch is a dictionary of ``input_ids``, ``attention_mask``, ``labels``, and for pairs ``token_type_ids`` where the
+    A batch is a dictionary of ``input_ids``, ``attention_mask``, ``labels``, and for pairs ``token_type_ids`` if the
     tokenizer makes them, as the models of transformers take it, padded to its longest text. Clients that step together
     (``execution="vectorized"``) with batches of one size are padded to one length.
 
@@ -48,7 +48,7 @@ class TextClassification(TextSplits):
         max_length: Tokens at which a text or pair is cut off, special tokens included; of a pair the longer text first.
         labels: The labels in the order of their class indices. Labels that are plain integers in the data are the
             indices themselves, unless one of these is a number. Default: those of the task; the names of a
-            ``ClassLabel`` column, in its order; or those of the training set, sorted (as numbers where all of them
+            ``ClassLabel`` column, in its order; or those of the training set, sorted (as numbers if all of them
             are).
         header: Whether files of two columns begin with a line of column names. Default no.
         dataset: Name of a data set on the Hugging Face hub or a local folder, or a list of the name and its

@@ -29,7 +29,7 @@ class TokenizedTexts(HasColumns, Dataset[dict[str, Any]]):
     """Tokenised texts of different lengths and their targets, in memory.
 
     A sample is ``{"input_ids": tokens, "labels": target}`` with an int64 tensor of the text's own length, and
-    ``token_type_ids`` where given. `PadTexts` makes a batch of samples.
+    ``token_type_ids`` if given. `PadTexts` makes a batch of samples.
 
     Args:
         input_ids: Token indices of each text, special tokens included.
@@ -138,7 +138,7 @@ class AnsweredTexts(TokenizedTexts):
 class PadTexts:
     """Collate function that pads samples on the right, to the longest or to a multiple.
 
-    Samples are dictionaries of ``input_ids`` and, where all have them, ``token_type_ids`` (padded with 0) and
+    Samples are dictionaries of ``input_ids`` and, if all have them, ``token_type_ids`` (padded with 0) and
     ``labels``: numbers, or a label for each token (padded with -100).
 
     Args:

@@ -1,7 +1,8 @@
 """The base class of federated methods: nine hooks, and the declared properties of a method.
 
 `FederatedLoop` calls the hooks. A published method overrides those in which it differs from federated averaging, in one
-short file under ``lightning_lowrank/algorithms``. What few methods need is in `lightning_lowrank.federated.protocols`.
+short file under ``lightning_lowrank/algorithms``. Hooks that few methods need are in
+`lightning_lowrank.federated.protocols`.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from lightning_lowrank.federated.state import Base, ClientContext, ClientInfo, S
 class LocalStep:
     """The properties of a local step that a method may read; one client makes the step, or several together.
 
-    Where clients step together every tensor has them as its first dimension, ``[clients, …]``. A method that acts on
+    If clients step together every tensor has them as its first dimension, ``[clients, …]``. A method that acts on
     each number alone, and uses `expand` for values with one number per client, works in both cases.
 
     Args:
@@ -89,7 +90,8 @@ class Claims:
         needs_labels: Whether the client's half reads the labels of its training samples.
         local_part: The trained part that stays with the clients, so that the global model has its initial values. A fit
             without ``personal_test`` warns.
-        unprotected: What of a client's message the aggregator does not see as values. Robust rules are refused then.
+        unprotected: The part of a client's message that the aggregator does not see as values. Robust rules are refused
+            then.
         not_single_numbers: Why the aggregator's rule must go by distances between messages. Robust rules of single
             numbers are refused then.
         trained_set_may_change: Whether other parameters may be trained from some round on, as with Lightning's
@@ -127,7 +129,7 @@ class Algorithm(Configured):
     `loss`, the backward pass and `before_step`) and `end`, then `receive` on the server; after the last client
     `aggregate`. Between rounds the module holds ``server.model``.
 
-    What lasts is kept in ``server.state``, ``client.state`` and ``base.state``: tensors and plain Python, which
+    Values that last belong in ``server.state``, ``client.state`` and ``base.state``: tensors and plain Python, which
     checkpoints and sites save. The method's own attributes hold its settings, what `setup` finds in the module, and
     caches of such: nothing that must survive a checkpoint or reach another process, for there another object of the
     method continues.
@@ -185,7 +187,7 @@ class Algorithm(Configured):
     def loss(self, step: LocalStep, batch: Any, training_step: Callable[[], Any]) -> Any:
         """The objective of a batch: a loss, or any other value that the module's ``training_step`` may return.
 
-        Called in each step in place of ``training_step``, which it calls. Where clients step together, it is mapped
+        Called in each step in place of ``training_step``, which it calls. If clients step together, it is mapped
         over them: it sees the tensors of one client, and may not decide by their values. A module that optimizes
         manually ignores the result, so that a method with a ``loss`` of its own is refused for it.
 
@@ -199,7 +201,7 @@ class Algorithm(Configured):
     def before_step(self, step: LocalStep) -> None:
         """Change the gradients, before gradient clipping and the optimizer step.
 
-        The ``grad`` of a parameter that the loss does not depend on may be ``None``. Where clients step together, every
+        The ``grad`` of a parameter that the loss does not depend on may be ``None``. If clients step together, every
         tensor has them as its first dimension.
         """
 

@@ -48,7 +48,7 @@ class Attempt:
 
     Args:
         original: The change that it would have sent, had it been honest; float64.
-        honest: The changes of the cohort's honest clients, ``[clients, …]``, float64. Where there are none, the
+        honest: The changes of the cohort's honest clients, ``[clients, …]``, float64. If there are none, the
             attackers' own.
         attackers: Number of attackers in the cohort.
         arrivals: Number of clients in the cohort that answer.
@@ -280,7 +280,7 @@ class ALIE(Attack):
         deviations: :math:`z`, above 0. ``None``: the paper's, at which as many honest clients are farther from the
             mean as the attackers need for a majority:
             :math:`z = \Phi^{-1}\left(\frac{n - m - s}{n - m}\right)`, :math:`s = \lfloor n/2 + 1 \rfloor - m` for
-            :math:`m` attackers of :math:`n`, and at least 0. It is small where there are few attackers.
+            :math:`m` attackers of :math:`n`, and at least 0. It is small if there are few attackers.
 
     Raises:
         MisconfigurationException: If an argument is out of range.
@@ -388,7 +388,7 @@ class LabelPoison:
     """Replaces the labels of attackers' samples when batches are read.
 
     Args:
-        attack: What labels become.
+        attack: Returns the new labels.
         samples: Indices of the attackers' samples.
         size: Number of samples of the training set.
         classes: Number of classes.

@@ -443,7 +443,7 @@ def check_factors_move(module: nn.Module, trained: Iterable[str], asking: str) -
     Args:
         module: The module.
         trained: Names of the parameters that are trained.
-        asking: What refuses, for the message.
+        asking: The setting that refuses, for the message.
     """
     names = set(trained)
     still = []
@@ -509,8 +509,8 @@ def notes(module: pl.LightningModule, buffers: BufferPolicy, schedulers: Sequenc
 
     Args:
         module: The module.
-        buffers: What becomes of buffers.
-        schedulers: The trainer's, where it has set them up.
+        buffers: The setting ``buffers``.
+        schedulers: The trainer's, if it has set them up.
     """
     found = []
     layers = _layers_that_track(module)

@@ -79,7 +79,7 @@ def figures(
     """Statistics over clients: the mean, the mean of the worst tenth, and the sample standard deviation (n − 1).
 
     A single client has no deviation. Each client has the same weight, whatever its number of samples. The worst tenth
-    is rounded down to at least one client, and left out where it is not known whether ``higher_is_better``. A value
+    is rounded down to at least one client, and left out if it is not known whether ``higher_is_better``. A value
     that is not a number is worse than any number. ``model`` says whose figures they are.
 
     Example:
@@ -102,7 +102,7 @@ class ClientEvaluation:
 
     A client's values are those that Lightning would log in an epoch over its samples. The module's hooks from
     ``on_validation_epoch_start`` to ``on_validation_epoch_end`` run for each client; those of callbacks do not. So does
-    ``on_validation_start``, which may empty a list, where the module has no ``on_validation_end``. With both they may
+    ``on_validation_start``, which may empty a list, if the module has no ``on_validation_end``. With both they may
     be a pair, as for weights that are exchanged, and the one that Lightning has called is not to be called again.
     Logged values are reduced as Lightning reduces them, and returned instead of logged. All that the loader's dataset
     and the step draw is a function of (seed, client, batch), the same in every run.
@@ -182,7 +182,7 @@ class ClientEvaluation:
         Args:
             trainer: The trainer, in the stage.
             module: Its module. Values of trained parameters and persistent buffers, training modes, metrics, and
-                attributes that are numbers, strings or lists, dictionaries and sets of these are restored, also where
+                attributes that are numbers, strings or lists, dictionaries and sets of these are restored, also if
                 the step raises.
             stage: Whether ``validation_step`` or ``test_step`` runs.
             states: Gives a client's own values by name, asked in ascending order of the clients. A missing name keeps
@@ -318,7 +318,7 @@ def _worked_on_copies(module: pl.LightningModule) -> Iterator[list[Metric | Metr
     """A context with copies of a module's buffers and metrics; restores the originals.
 
     The metric objects stay the same, because a module may refer to them in other ways than by its attributes, and
-    because a metric's ``clone()`` fails where its state has a gradient.
+    because a metric's ``clone()`` fails if its state has a gradient.
 
     Yields:
         The module's metrics and metric collections.
@@ -396,7 +396,7 @@ class FurtherModels:
     def evaluate(self, trainer: Any, module: pl.LightningModule, stage: Literal["validate", "test"]) -> None:
         """Log figures of clients' personal models on the clients' test data, and of variants on all test data.
 
-        Where a module was given other weights after the fit, there are no such models of these, and nothing is logged.
+        If a module was given other weights after the fit, there are no such models of these, and nothing is logged.
         """
         exchange, algorithm = self._exchange, self._exchange.algorithm
         variants = UnequalClients.of(algorithm).variants(exchange.server)

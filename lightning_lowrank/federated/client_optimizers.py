@@ -27,7 +27,7 @@ _OF_ONE_CLIENT = ("params", "stacked", "subspaces")
 _COUNTS_OF_REFRESHES = ("refresh_number", "steps_since_refresh")
 _SHARED = ("step", "mu_product")
 _OF_EVERY_OPTIMIZER = vars(Optimizer([nn.Parameter(torch.empty(0))], {})).keys() | {"step", "_opt_called"}
-"""What torch and its schedulers keep on each optimizer."""
+"""Attributes that torch and its schedulers set on each optimizer."""
 _SCHEDULED = ("lr", "initial_lr", "momentum", "betas", "weight_decay")
 _ELEMENTWISE: list[type[Optimizer]] = [
     torch.optim.SGD,

@@ -113,7 +113,7 @@ class ClientStates:
     """The states of a simulation's clients between rounds; an empty state takes no memory.
 
     Args:
-        states: What clients keep, by their ids.
+        states: The clients' states, by id.
         limit: Bytes of tensors that clients may keep in memory between rounds. Beyond it, states go to a temporary
             folder, the least recently used first. ``None``: no limit. The folder carries the names of host and
             process, and goes with the object; those of processes that were killed are cleared here.

@@ -126,7 +126,7 @@ class SystemModel(Configured):
     Operations are those of a sample's forward and backward pass, which torch counts once on a copy of the module
     without values: a multiply-add is two. So low-rank layers and parts of a network (`HeteroFL`, `FedHM`, `SplitMix`)
     take the time of their own computation, and methods with several passes a step that of all passes
-    (`Algorithm.passes`). What an optimizer computes is not counted.
+    (`Algorithm.passes`). An optimizer's own computation is not counted.
 
     Args:
         bandwidth: Bytes a second from a client to the server (10 Mbit/s are 1.25e6). A number, a list with one for each
@@ -140,7 +140,7 @@ class SystemModel(Configured):
             ``speed`` and ``operations``: a measured time of one network, whatever the method and the rank.
         deadline: Seconds after which the server continues without the clients that have not answered. They are dropped,
             as ``on_client_error="drop"`` says, and count as ``federated/failed``; so the round takes the whole of it,
-            as it does where a client never answers (``client_dropout``). ``None``: it waits for all that answer.
+            as it does if a client never answers (``client_dropout``). ``None``: it waits for all that answer.
 
     Raises:
         MisconfigurationException: If an argument is out of range, or neither messages nor steps take any time. When a
@@ -198,8 +198,8 @@ class SystemModel(Configured):
     def draw(self, clients: int, seed: int, names: Sequence[str | int] | None = None) -> dict[str, list[float]]:
         """Each client's figures, by kind: ``"up"``, ``"down"``, ``"latency"``, ``"speed"`` and ``"sample"``.
 
-        It depends on the seed alone, and on the clients' ``names`` where a `Trace` goes by them. What takes no time is
-        infinitely fast.
+        It depends on the seed alone, and on the clients' ``names`` if a `Trace` goes by them. A part that takes no time
+        is infinitely fast.
 
         Raises:
             MisconfigurationException: If a list has another length.
@@ -248,11 +248,11 @@ class Clock(RoundStage):
     """Adds up the simulated seconds of rounds, and refuses late messages.
 
     Args:
-        model: What clients' messages and steps take.
+        model: The model of the time of clients' messages and steps.
         clients: Number of clients.
         samples_read: Returns how many samples a client reads in so many steps of a round.
         seed: Seed of the experiment.
-        names: Names of the clients, where they have any.
+        names: Names of the clients, if they have any.
     """
 
     key: ClassVar[str] = "clock"
@@ -271,7 +271,7 @@ class Clock(RoundStage):
         self._model = model
         self._samples_read = samples_read
         self.operations: Operations | None = None
-        """Counts the operations of steps, where the model does not say them; to be set before the first answer."""
+        """Counts the operations of steps, if the model does not say them; to be set before the first answer."""
         self._sent: dict[int, int] = {}
         self.round_seconds = 0.0
         self.total = 0.0

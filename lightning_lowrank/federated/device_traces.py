@@ -25,7 +25,7 @@ __all__ = ["AvailabilityTrace", "Trace"]
 class Trace(Distribution):
     r"""Measured numbers of devices: a column of a CSV file with a header, or of FedScale's device capacities.
 
-    Client ``i`` has row ``i``; where there are more clients than rows, the rows are used again from the first. So
+    Client ``i`` has row ``i``; if there are more clients than rows, the rows are used again from the first. So
     several columns of one file are of the same device. With ``client`` a client has the row of its own name.
 
     Args:
@@ -118,7 +118,7 @@ class AvailabilityTrace(Configured):
 
     The file is ``client_behave_trace``: a pickle of a dictionary from devices to dictionaries with ``active`` and
     ``inactive``, the seconds at which a device comes and goes, and ``finish_time``, after which this is repeated. A
-    JSON file of the same form will do. Client ``i`` has device ``i``; where there are more clients than devices, these
+    JSON file of the same form will do. Client ``i`` has device ``i``; if there are more clients than devices, these
     are used again from the first.
 
     Args:

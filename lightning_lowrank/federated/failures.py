@@ -94,7 +94,7 @@ def client_names(clients: Sequence[int]) -> str:
 def first_non_finite(tensors: Mapping[str, Tensor], allowed: Collection[str] = ()) -> str | None:
     """The name of the first tensor with a non-finite number, except for ``allowed`` names; ``None`` if there is none.
 
-    Where there is none, the device is synchronised once.
+    If there is none, the device is synchronised once.
 
     Example:
         >>> first_non_finite({"w": torch.zeros(2), "v": torch.tensor([1.0, torch.inf])})

@@ -338,7 +338,7 @@ class _Attributes:
     """A snapshot of numbers, strings, containers and tensors in attributes of a module or optimizers, for comparison.
 
     Left out are metrics, which are totals of an epoch, attributes of Lightning's own, and tensors with a graph, which
-    are of one step. Optimizers count only where clients step together: `ClientOptimizers` puts them back for a client
+    are of one step. Optimizers count only if clients step together: `ClientOptimizers` puts them back for a client
     alone.
     """
 

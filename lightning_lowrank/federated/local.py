@@ -39,7 +39,7 @@ class LocalTraining(OfTheRun):
     """Trains the open client in the live module, or the open clients that step together.
 
     A local step is Lightning's own, with all of its hooks, closures, scalers, clipping and accumulation; or the plain
-    one (``training_step``, ``zero_grad``, ``backward``, ``step``), where nothing that the module, a callback, the
+    one (``training_step``, ``zero_grad``, ``backward``, ``step``), if nothing that the module, a callback, the
     precision or the optimizer overrides could see the difference. Which of the two is looked up as each round begins.
 
     Args:
@@ -142,7 +142,7 @@ class LocalTraining(OfTheRun):
     def train(self, chunk: Chunk) -> bool:
         """Train the open client on its batches, until the fit stops; return whether the module ended the round.
 
-        Where the fit `stopped` before the client's last batch, the client stays open.
+        If the fit `stopped` before the client's last batch, the client stays open.
         """
         turns, self._chunk = self._turns, chunk
         last, ends_round = chunk.steps - 1, False

@@ -122,7 +122,7 @@ class FederatedLoop(FederatedSettings, Callback):
       began; the next round continues from the client with the most steps. So ``trainer.estimated_stepping_batches`` is
       the number of steps of that client in all rounds. In ``configure_optimizers`` ``len(trainer.train_dataloader)``
       and ``trainer.num_training_batches`` are its batches in a round, the mean rounded up. A schedule of another length
-      is warned of. ``configure_optimizers`` is called twice where ``max_steps`` counts a chunk's steps.
+      is warned of. ``configure_optimizers`` is called twice if ``max_steps`` counts a chunk's steps.
 
     Its arguments, with their defaults, are those of `FederatedSettings`.
 

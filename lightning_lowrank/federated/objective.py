@@ -28,7 +28,7 @@ class Objective(Configured, ABC):
 
     changes_result: ClassVar[bool] = True
     """Whether `loss` returns something else than ``training_step`` does. A module that optimizes manually ignores that,
-    so that the fit is refused. It is false where `loss` acts only while ``training_step`` runs, as by a hook."""
+    so that the fit is refused. It is false if `loss` acts only while ``training_step`` runs, as by a hook."""
 
     def begin(self, client: ClientContext) -> None:
         """Prepare `loss` by entries in ``client.round_state``. Called after the method's own `begin`."""

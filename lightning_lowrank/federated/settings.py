@@ -95,7 +95,7 @@ class FederatedSettings(Configured):
 
     Args:
         algorithm: The federated method.
-        clients: Number of clients. May be left out where the partition knows it (`ByKey`, `FromIndices`).
+        clients: Number of clients. May be left out if the partition knows it (`ByKey`, `FromIndices`).
         clients_per_round: Clients drawn in each round: a count, or a share of all clients in (0, 1] as a float.
             ``None``: all of them. Clients without samples are never drawn.
         partition: How the training set is divided; `IID` by default.
@@ -154,7 +154,7 @@ class FederatedSettings(Configured):
             together, as one batch of models. The results are equal to rounding (but for dropout and augmentation in
             ``training_step``, whose draws differ); a frozen weight is one product for all clients, so that low-rank
             clients gain most. ``training_step`` is mapped with `torch.func.vmap`: it may not branch on a number or call
-            ``.item()`` where clients differ, update a metric, or keep values for later steps, and optimizers must act
+            ``.item()`` if clients differ, update a metric, or keep values for later steps, and optimizers must act
             on each number alone (see `register_elementwise`). Clients step together whose batches have tensors of the
             same shapes. Before the first round a step is compared with the same step of a client alone, and refused if
             it differs. ``global_step``, ``max_steps`` and step-wise schedulers then count steps of a chunk, and an
@@ -162,7 +162,7 @@ class FederatedSettings(Configured):
             ``"auto"``: a few steps are tried both ways when the fit begins, the faster way is used, and a line says
             which and why; a resumed run keeps the choice. The trial puts back all that module, optimizers and dataset
             hold. What keeps clients from stepping together, in the trial or later, is no error: their steps are made
-            one after another. Where the module has convolutions, a third way is tried: one after another, with the
+            one after another. If the module has convolutions, a third way is tried: one after another, with the
             channels of images last in memory (`torch.channels_last`). A later step that cannot do with that is an error
             which says what would do.
         chunk_size: Largest number of clients that step together. ``None``: as many as a quarter of the free memory
@@ -176,9 +176,9 @@ class FederatedSettings(Configured):
             with torch's own collate function, of this package's images, and of a `torch.utils.data.Subset` of them.
             Batches are gathered, normalised and augmented there, without a loader's workers, with the same draws and
             results. ``True``: in the memory of the device that trains. ``False``: in main memory; batches are
-            copied from pinned memory where the device is a CUDA GPU. ``"auto"`` (default): on other devices than the
-            CPU as ``True`` where the samples take at most a quarter of the memory that is free at the first batch, and
-            else as ``False``; also as ``False`` for other data, and where the module or datamodule overrides
+            copied from pinned memory if the device is a CUDA GPU. ``"auto"`` (default): on other devices than the
+            CPU as ``True`` if the samples take at most a quarter of the memory that is free at the first batch, and
+            else as ``False``; also as ``False`` for other data, and if the module or datamodule overrides
             ``on_before_batch_transfer`` or ``transfer_batch_to_device``. Evaluation batches are made on the device if
             all samples are on it; those of validation also need a loader without workers, over samples without draws.
         personal_test: The test samples of each client's own model (`Personal.personal_model`; for most methods the
@@ -191,7 +191,7 @@ class FederatedSettings(Configured):
             those of the global model on the same samples, ``global/val_acc`` and so on. The folder of a `CSVLogger`
             gets ``clients.csv``, a line for each client with its name, samples and figures. Which values are worst,
             ``higher_is_better`` of a logged metric object says, else the ``mode`` of a callback that monitors the
-            figure and its name; where none does, a warning says so, and no worst tenth is logged. ``trainer.test``
+            figure and its name; if none does, a warning says so, and no worst tenth is logged. ``trainer.test``
             after the fit does the same with the test loader, unless the module was given other weights, as by
             ``ckpt_path``, of which there are no clients' models: a warning says so. ``None``: not at all.
         personal_clients: Number of clients that ``personal_test`` evaluates, drawn once for the whole experiment among

@@ -47,7 +47,7 @@ class Base:
     Args:
         module: The live module. Its trained parameters hold some client's values while a round runs.
         seed: Seed of the experiment, from which a method derives its own.
-        buffer_policy: What happens to the module's persistent buffers.
+        buffer_policy: The treatment of the module's persistent buffers.
         optimizers: The trainer's optimizers, with which clients step.
         initial_buffers: The persistent buffers' values before the first round, by name.
         clients: Number of clients of the experiment, also of such that cannot be drawn.
@@ -143,7 +143,7 @@ class ClientContext(ClientInfo):
         round_state: The client's values of this round alone: tensors by name, and dictionaries of such. Clients that
             step together have it stacked, see `LocalStep`.
         steps: Number of steps that the client makes in this round; when it ends, that it has made.
-        find_labels: Returns the labels of the client's training samples, ``None`` where the data has none.
+        find_labels: Returns the labels of the client's training samples, ``None`` if the data has none.
     """
 
     base: Base
@@ -171,9 +171,9 @@ class Server:
         model: Global values of the trained parameters and persistent buffers, by name.
         state: The method's state on the server between rounds. ``state["lost"]`` is what `update_model` keeps there.
         aggregator: The round's arrivals so far.
-        announcement: What every side hears with the round's broadcast, clients that sit the round out included. Set by
+        announcement: The tensors that all clients, idle ones included, receive with the round's broadcast. Set by
             `announce`.
-        encoded: Its encoding, of which all clients get the same bytes, where the downlink is lossy.
+        encoded: Its encoding, of which all clients get the same bytes, if the downlink is lossy.
         transmit: Returns an announcement as every side receives it: with the losses of a lossy downlink.
     """
 
@@ -198,7 +198,7 @@ class Server:
 
         Args:
             live: The live trained parameters and persistent buffers, by name.
-            shown: The values that the method last put into the module. Where the module holds just that, ``model``
+            shown: The values that the method last put into the module. If the module holds just that, ``model``
                 stays.
         """
         self.base.remember_buffers()
@@ -222,7 +222,7 @@ class Server:
     def update_model(self, values: Mapping[str, Tensor]) -> None:
         """Store new values in ``model``, rounded to its types.
 
-        What rounding to 16 bits takes away is kept in ``state``, in single precision, and added to the next values:
+        The rounding error of 16 bits is kept in ``state``, in single precision, and added to the next values:
         changes by less than a weight's spacing would otherwise never add up. It takes 4 bytes for each number.
         """
         for name, value in values.items():

@@ -96,7 +96,7 @@ class RemoteRounds(Callback):
     answered, the others are asked again until ``start_timeout`` has passed. A round that has too few answers because of
     malformed ones is passed over, unless the sites of such rounds, one after another, are half of all, or leave fewer
     than ``min_sites`` others: that ends the run. An answer that comes after its ``round_timeout`` is dropped. A site
-    that comes back gets the broadcasts that it has missed, where the method needs them.
+    that comes back gets the broadcasts that it has missed, if the method needs them.
 
     Its state is part of the trainer's checkpoints. A fit that is resumed from one continues with the next round. It
     waits for the sites that were connected when the checkpoint was saved, except those that did not answer in its
@@ -112,10 +112,10 @@ class RemoteRounds(Callback):
         start_timeout: Seconds to wait for all sites at the start, and for an answer at all in a round.
         round_timeout: Seconds to wait for the sites' answers in a round.
         min_sites: Least number of sites that must answer in a round. 0 (default): ``federated.min_clients``.
-        keep_broadcasts: Number of rounds whose broadcasts are kept, where the method needs sites to hear all. A site
+        keep_broadcasts: Number of rounds whose broadcasts are kept, if the method needs sites to hear all. A site
             that has missed more is left out.
         on_bad_payload: The consequence of a malformed payload: ``"skip"``: its site counts as failed; ``"stop"``: the
-            run ends. In a secure sum it does so where the answer itself shows it: nobody can tell which masked number
+            run ends. In a secure sum it does so if the answer itself shows it: nobody can tell which masked number
             is bad.
         poll: Seconds between two looks for answers.
         norm_bound: The largest ratio of an answer's change to the median site's change; see `Intake`.
@@ -581,7 +581,7 @@ class RemoteRounds(Callback):
         return True
 
     def _query_resets(self, clients: Collection[int], outcome: _Outcome) -> set[int]:
-        """Ask sites that failed in a secure sum, where they cannot report it, whether they have lost their state."""
+        """Ask sites that failed in a secure sum, if they cannot report it, whether they have lost their state."""
         connected = {client: self.members.connected[client] for client in clients if client in self.members.connected}
         known = self.members.last_broadcast
         question = {node: (LISTEN, self._pack({"last_broadcast": known[each]})) for each, node in connected.items()}

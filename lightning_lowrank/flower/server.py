@@ -84,8 +84,8 @@ def serve(
     """Run a recipe across the sites that a grid reaches, and return the trainer, whose module is the global model.
 
     Args:
-        recipe: The recipe's file. What this machine has for the names that the recipe leaves to each party, and for its
-            trainer, comes from ``server.yaml`` next to it, if that exists.
+        recipe: The recipe's file. This machine's values for the names that the recipe leaves to each party, and for its
+            trainer, come from ``server.yaml`` next to it, if that exists.
         grid: Flower's way to the sites.
         validate: Whether the server evaluates the global model; otherwise it reads no data.
         state: File to save the server's state in after each round. If it exists, the run continues from it. It is

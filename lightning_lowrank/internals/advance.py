@@ -87,7 +87,7 @@ class TurnLoader:
 class ClientTurns:
     """Replaces ``advance`` of Lightning's training loop: a turn is a client instead of a batch.
 
-    What Lightning counts keeps its meaning: ``global_step``, ``max_steps``, the loggers' steps and ``is_last_batch``
+    Lightning's counters keep their meaning: ``global_step``, ``max_steps``, the loggers' steps and ``is_last_batch``
     are those of local steps. In a client's turn ``trainer.num_training_batches`` is the client's number of batches,
     between turns the round's number of clients.
 

@@ -1,6 +1,6 @@
 """Private parts of Lightning and torchmetrics that rounds use.
 
-Where no public way is named, there is none.
+If no public way is named, there is none.
 """
 
 from __future__ import annotations
@@ -231,7 +231,7 @@ def refuse_unseen_steps(trainer: Any, acting: str) -> Callable[[], None]:
 
     Args:
         trainer: The trainer, with its optimizers set up.
-        acting: What acts in the hook, for the message.
+        acting: The party that acts in the hook, for the message.
     """
     ends = ExitStack()
     if trainer.lightning_module.automatic_optimization:

@@ -471,7 +471,7 @@ def quantised_to_4_bits(tensor: Tensor) -> bool:
 def copy_versions(source: Any, target: Any) -> None:
     """Copy the module versions in one state dict's metadata to another.
 
-    Some modules of torch load a state dict without them as one of their first version. Where state dicts have no
+    Some modules of torch load a state dict without them as one of their first version. If state dicts have no
     versions, nothing is copied.
     """
     if hasattr(source, "_metadata"):

@@ -107,8 +107,8 @@ def adapter_checkpoint(
     """Write a checkpoint's adapter as a PEFT adapter folder; see `export_adapter` and `load_dense`.
 
     ``module`` is a new one of the run's class with the weights that the run began with: unconverted, or wrapped by
-    PEFT. It is needed, and is changed, where PEFT wrapped the module. It is needed as well where the run has changed
-    frozen weights: what has changed becomes part of the adapter.
+    PEFT. It is needed, and is changed, if PEFT wrapped the module. It is needed as well if the run has changed
+    frozen weights: the changes become part of the adapter.
     """
     import_extra("peft", "a PEFT adapter folder")
     check_folder(Path(folder))

@@ -42,8 +42,8 @@ def push_adapter(
     it replaces a card that this function wrote earlier; any other ``README.md`` is uploaded as it is, without figures.
 
     Args:
-        folder: What `export_adapter` wrote: ``adapter_config.json`` and ``adapter_model.safetensors``. Other files are
-            not uploaded.
+        folder: A folder that `export_adapter` wrote: ``adapter_config.json`` and ``adapter_model.safetensors``. Other
+            files are not uploaded.
         repository: Name on the hub, ``user/name``; made if needed.
         figures: The run's figures for the card, by name, such as ``{"val_acc": 0.85}``.
         private: Whether a repository that is made is private. ``None``: the user's or organisation's default.

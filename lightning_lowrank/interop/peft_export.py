@@ -66,7 +66,7 @@ def export_adapter(
     between layers. Trained biases of these layers become ``bias="lora_only"``; modules that own other trained
     parameters or buffers that training changes (classification heads, norms) are saved whole, as ``modules_to_save``.
 
-    A model that PEFT wrapped, with any of its methods, is written by PEFT itself. Where the base weights of either have
+    A model that PEFT wrapped, with any of its methods, is written by PEFT itself. If the base weights of either have
     changed, as after ``FLoRA``, ``FedEx`` or ``CoLR``, the layer's adapter becomes the truncated singular value
     decomposition of that change and :math:`\text{scaling} \cdot B A` together, of the rank that it needs, so that the
     adapter is whole on the weights that the run began with. That needs ``base``, or a quantised layer, whose change is
@@ -78,8 +78,8 @@ def export_adapter(
         folder: Where to write ``adapter_config.json`` and ``adapter_model.safetensors``; made if needed.
         prefix: Name of the pretrained network in the module, to which PEFT's names are relative; ``""``: the module
             itself. ``None``: for a LightningModule its attribute that holds all low-rank layers, else the module.
-        base: The pretrained network as it was, dense, on any device. With it, what differs from it is written,
-            whether trained or not, and where a layer's frozen weight differs, the difference is part of its adapter.
+        base: The pretrained network as it was, dense, on any device. With it, all tensors that differ from it are
+            written, trained or not, and if a layer's frozen weight differs, the difference is part of its adapter.
             Without it, methods that change the frozen weights (``FLoRA``, ``FedEx``, ``CoLR``, ``FedMUD``'s resets) are
             refused in the module that they changed, and not noticed in another one that has loaded its state dict.
         adapter: Which of PEFT's adapters; by default the active one.
@@ -303,7 +303,7 @@ def _factors_of(total: Tensor, weight: Tensor, dtype: torch.dtype) -> tuple[Tens
 def wrapped_tensors(module: nn.Module) -> dict[str, Tensor]:
     """Copies of a model's tensors as they were before PEFT wrapped it, by their original names.
 
-    The model has not been trained since. Where PEFT took the first adapter out of the base weights, it is added again.
+    The model has not been trained since. If PEFT took the first adapter out of the base weights, it is added again.
     """
     wrapped = _wrapped(module)
     network, name = _inner(wrapped), _chosen(wrapped, None)

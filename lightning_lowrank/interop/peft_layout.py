@@ -36,7 +36,7 @@ class LayerOutline:
     """The description of a low-rank layer as a LoRA adapter.
 
     ``B`` and ``A`` are the names of the factors on the output's and the input's side in the state dict. ``core`` has
-    those of a `CoreProduct`'s core between them, and its scales where it has any. ``reason`` says why PEFT cannot
+    those of a `CoreProduct`'s core between them, and its scales if it has any. ``reason`` says why PEFT cannot
     express the layer; it is empty if it can. ``folded`` is `LowRankLayer.folded`.
     """
 

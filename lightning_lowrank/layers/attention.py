@@ -15,7 +15,7 @@ class LowRankMultiheadAttention(nn.MultiheadAttention):
     """An ``nn.MultiheadAttention`` whose input projections are low-rank, as :func:`convert` makes it.
 
     The projections are children named after the weights that they replace: ``in_proj`` for ``in_proj_weight``,
-    or ``q_proj``, ``k_proj`` and ``v_proj`` where keys and values have widths of their own. Torch's attention
+    or ``q_proj``, ``k_proj`` and ``v_proj`` if keys and values have widths of their own. Torch's attention
     reads weights, so these children compose theirs (``compute="dense"``) and are not called.
     """
 

@@ -184,7 +184,7 @@ class LowRankLayer(nn.Module):
             TypeError: If ``module`` is of another class, its weight is not a plain floating-point Parameter, or
                 a setting has an unknown name.
             ValueError: If the weight cannot have this rank (a matrix product may have more than it needs in role
-                ``"update"``), :class:`LayerSettings` refuses a setting, ``compute="contracted"`` where the
+                ``"update"``), :class:`LayerSettings` refuses a setting, ``compute="contracted"`` if the
                 factorization has no such form, or the dense weight is constant and is to set the scale of uniform
                 draws.
 
@@ -618,9 +618,9 @@ class LowRankLayer(nn.Module):
     def contracts(self, input: Tensor, *geometry: Any) -> bool:
         """Whether the layer computes the contracted way for these arguments of :meth:`forward`.
 
-        With ``compute="auto"`` the multiply-adds of the forward pass are compared and, where gradients are
+        With ``compute="auto"`` the multiply-adds of the forward pass are compared and, if gradients are
         recorded, also those of the backward pass: a gradient of the composed weight, which the contracted
-        way does not need, costs as much as the layer itself. Where torch compiles, exports or traces the layer, the
+        way does not need, costs as much as the layer itself. If torch compiles, exports or traces the layer, the
         answer goes by the weight's shape alone, so that it holds for inputs of every size.
         """
         if self.compute != "auto":

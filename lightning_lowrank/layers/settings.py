@@ -52,10 +52,10 @@ class LayerSettings:
         half_frozen: Train only :math:`V` and leave :math:`\tilde U` as it is drawn (``True`` or ``"U"``), or train
             only :math:`U` (``"V"``). The same ratio then affords a higher rank. Off by default.
         init: How the factors start. ``"uniform"``: draws from :math:`U(-a, a)`. In role ``"update"`` the update
-            starts at zero: the trained factors are zero where the layer is half-frozen or decoupled, otherwise
+            starts at zero: the trained factors are zero if the layer is half-frozen or decoupled, otherwise
             the factorization's ``zero_factor``. ``"lora"`` (role ``"update"``, two factors): the factor on the
             input's side is drawn as torch draws a linear layer's weight, with a = 1/√(its rows), and the other is
-            zero. ``"spectral"`` (role ``"weight"``): the factorization's ``decompose`` of the weight; where
+            zero. ``"spectral"`` (role ``"weight"``): the factorization's ``decompose`` of the weight; if
             decoupled, the fixed factors are these and the trained ones half of them, which makes the same
             weight. ``"auto"`` (default): ``"uniform"`` in role ``"update"``, ``"spectral"`` in role ``"weight"``.
         init_scale: Bound :math:`a` of the uniform draws. By default, in role ``"update"``, the one for which the

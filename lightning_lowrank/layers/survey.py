@@ -70,12 +70,12 @@ class Candidate:
     """A layer's weight that may be converted.
 
     Attributes:
-        projection: The weight's name where it is one of several: of an attention without ``_weight``, of a recurrent
+        projection: The weight's name if it is one of several: of an attention without ``_weight``, of a recurrent
             layer all of it. Empty otherwise.
         reason: Why the layer stays dense; empty if it is converted.
         note: A remark on the layer's factors; empty if there is none.
         tied_to: The earlier layer whose factors this one shares.
-        error: The relative error of the decomposition, where there is one.
+        error: The relative error of the decomposition, if there is one.
         sources: The parameters that the weight is, or is computed from.
     """
 

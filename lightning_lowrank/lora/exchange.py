@@ -29,7 +29,7 @@ class FactorExchange:
     """Decides which factors cross the wire, and tracks which versions each client has.
 
     Args:
-        operator: What says which factors are trained and sent in a round.
+        operator: The operator, which defines the factors that are trained and sent in a round.
         ranks: The clients' ranks.
     """
 

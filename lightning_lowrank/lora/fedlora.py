@@ -38,9 +38,9 @@ class FedLoRA(ChangesBase, UnequalClients, Personal):
     Clients send the factors that the operator uses: both for most, the trained one for ``FFA``, ``FedSVD``, ``RoLoRA``
     and ``CoLR``, :math:`A` alone for ``FedSA``, whose clients keep their :math:`B`. The server sends those that have
     changed since the client last received them. Operators that change the base weight (``FLoRA``, ``FLoRIST``,
-    ``FedEx``, ``CoLR``) send the factors of that change, or its matrix where that takes fewer bytes, to every client,
+    ``FedEx``, ``CoLR``) send the factors of that change, or its matrix if that takes fewer bytes, to every client,
     also outside the cohort, which is logged as ``comm/idle_down_bytes``. Changes of base weights of 16 bits are also
-    summed in single precision, which takes 4 more bytes for each of their numbers. Where PEFT wrapped a layer that is
+    summed in single precision, which takes 4 more bytes for each of their numbers. If PEFT wrapped a layer that is
     quantised, by bitsandbytes or torchao, the weight stays and the layer adds what has changed: factors in single
     precision side by side, or their matrix once that has fewer numbers. Redrawn factors are not sent.
 
@@ -67,12 +67,12 @@ class FedLoRA(ChangesBase, UnequalClients, Personal):
             changed most. Several numbers are assigned to clients in turns, in the order of ids. ``None``: all slots.
         adapter: Which of PEFT's adapters is trained; by default the active one.
         ranks: The clients' ranks, in place of ``levels``: a list, given out in turns in the order of ids; a dictionary
-            by id, where the others have the layers' rank; or a function of the id, in YAML its import path. A layer of
-            smaller rank keeps its own.
+            by id, in which all other clients have the layers' rank; or a function of the id, in YAML its import path. A
+            layer of smaller rank keeps its own.
 
     Raises:
         MisconfigurationException: If an argument is out of range, the module has no LoRA adapters, or the operator
-            does not suit them: clients of different rank where it needs equal ones, or a frozen factor that is zero.
+            does not suit them: clients of different rank although it needs equal ones, or a frozen factor that is zero.
         ValueError: In a round, if a client sends factors that are not finite; the server's state stays as it was.
 
     Example:

@@ -41,7 +41,7 @@ class ProjectedAdamW(ProjectedOptimizer):
             :meth:`refresh` only. By default 200, as in GaLore.
         moments: How a refresh changes the moments. ``"rotate"`` (default): with ``Q = P_oldᵀ P_new``,
             ``m̂ ← m̂ Q`` and ``v̂ ← (v̂ − m̂²)(Q∘Q) + (m̂ Q)²``, the coefficients' means and variances in the new basis
-            if they are independent (LDAdam, Robert et al. 2024); the variance ``v̂ − m̂²`` is taken as 0 where its
+            if they are independent (LDAdam, Robert et al. 2024); the variance ``v̂ − m̂²`` is taken as 0 if its
             estimate is negative, so ``|m̂| ≤ √v̂`` afterwards. ``"zero"``: both moments and the count of steps start
             again from zero, so that the bias correction is right. ``"keep"``: the coefficients stay and apply to other
             directions, as in GaLore.

@@ -37,7 +37,7 @@ class ProjectedOptimizer(Optimizer, ABC):
     - ``refresh_number``: the number of its subspaces' draw from the stream of its ``seed``;
     - ``steps_since_refresh``;
     - ``subspaces``: for each parameter the seed and the number of the subspace in which its moments are, and whether
-      it is due for a new one; ``None`` where the parameter has not had a step;
+      it is due for a new one; ``None`` if the parameter has not had a step;
     - ``stacked``: true while the parameters are stacks of clients.
     """
 
@@ -151,7 +151,7 @@ class ProjectedOptimizer(Optimizer, ABC):
         """Add the changes of deferred steps to the weights.
 
         Args:
-            first: Where parameters are stacks, the first client whose weights get theirs.
+            first: If parameters are stacks, the first client whose weights get theirs.
         """
         index = -1
         for group in self.param_groups:
@@ -251,7 +251,7 @@ class ProjectedOptimizer(Optimizer, ABC):
 
         Returns:
             ``P`` of shape ``[in, rank]``, with the parameter's dtype and device (it is used by the next
-            steps: copy it before changing it), or ``None`` where the parameter is not projected. For a stacked
+            steps: copy it before changing it), or ``None`` if the parameter is not projected. For a stacked
             parameter, a random ``P`` is that of all clients, and one from the gradients is
             ``[clients, in, rank]``.
 

@@ -40,7 +40,7 @@ def check_aggregator(
 
     Args:
         aggregator: The aggregator to check, without arrivals. One arrival has to be enough for it.
-        byzantine: How many of the arrivals it withstands. Default 0: what wild arrivals do is not checked.
+        byzantine: How many of the arrivals it withstands. Default 0: the effect of arbitrary arrivals is not checked.
         arrivals: How many arrivals it is checked with, 3 or more.
         weighted: Whether the arrivals' weights count. Otherwise they must make no difference.
         draws: Whether it draws, so that another seed gives another result. Otherwise every seed gives the same.

@@ -78,7 +78,7 @@ def check_algorithm(
 
     - ``"learns"``: the global model learns, or clients' own models do.
     - ``"plain"``: with one client that has all samples, a round is an epoch of plain training, if that is expected.
-      Where it does not, the two must differ.
+      If it does not, the two must differ.
     - ``"identical"``: two clients with the same samples end where one does, if that is expected.
     - ``"seed"``: the seed decides all draws. The process's own generators and the order in which clients are named
       change nothing, and another seed gives other weights.

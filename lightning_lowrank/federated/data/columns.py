@@ -73,7 +73,7 @@ def find_column(
 ) -> Column:
     """The first attribute with one entry per sample, else the first column, else the entries that ``pick`` reads.
 
-    A dataset has columns where ``dataset.column_names`` lists them and ``dataset[name]`` returns one, as a
+    A dataset has columns if ``dataset.column_names`` lists them and ``dataset[name]`` returns one, as a
     `datasets.Dataset` does. Both are found through `torch.utils.data.Subset` and `torch.utils.data.ConcatDataset` as
     well, without loading a sample; of ``tensors`` the last is meant. For ``pick`` the dataset is read once, and the
     global random number generators are given back as they were.

@@ -1,6 +1,6 @@
 """`FromIndices`: a partition from given indices, in Python or a file.
 
-What other projects write has many forms: the samples of each client or the client of each sample, for one data set or
+Other projects' files have many forms: the samples of each client or the client of each sample, for one data set or
 for two. Each becomes a `_Division`, one for training and one for evaluation.
 """
 
@@ -39,7 +39,7 @@ class _Division:
         indices: All clients' samples, client after client: int64.
         sizes: Number of samples of each client: int64.
         names: The clients' names, or ``None``.
-        total: Number of samples of the data set, where the division says it.
+        total: Number of samples of the data set, if the division says it.
     """
 
     indices: Tensor
@@ -82,7 +82,7 @@ class _Division:
 class FromIndices(Partition):
     """A partition by given indices; nothing is drawn, and samples without a client are unused.
 
-    Indices number the samples of the training set. Where a data module of this package holds samples out for tests or
+    Indices number the samples of the training set. If a data module of this package holds samples out for tests or
     validation, or drops some, they number the rows of its file, split or arrays: a client then has those of its rows
     that are left to train on.
 
@@ -90,14 +90,14 @@ class FromIndices(Partition):
         indices: The sample indices of each client: a list, tensor, set or `torch.utils.data.Subset` for each, in a list
             or in a dictionary from the clients' names, strings or integers. Named clients are numbered in ascending
             order of the names, numbers in them by their value (``u2`` before ``u10``); the result keeps the names (as
-            integers where all are written so, such as JSON's ``"0"`` to ``"10"``). Or a flat list with the client of
+            integers if all are written so, such as JSON's ``"0"`` to ``"10"``). Or a flat list with the client of
             each sample. Or a dictionary with either for ``"train"`` and for ``"test"``, or such a dictionary for each
             client: ``"test"`` is for ``personal_test="by_client"`` and numbers the samples of the evaluation set. Or
             the path of a file that holds one of these: ``.json``, ``.npy``, ``.npz``, ``.pt`` of `torch.save`, ``.txt``
             with a Python literal, a pickle of plain values and NumPy arrays, or ``.csv`` with a column of clients.
         client: Name of that column of a ``.csv``. ``None``: the first of ``client``, ``client_id``, ``user``,
             ``user_id``.
-        index: Name of the column with the samples' indices. ``None``: ``index`` or ``sample`` where there is one, and
+        index: Name of the column with the samples' indices. ``None``: ``index`` or ``sample`` if there is one, and
             else a line for each sample, in their order.
 
     Raises:

@@ -35,7 +35,7 @@ class ClientIndices:
             ``sizes`` one tensor of all of them, client after client.
         size: Number of samples in the training set.
         names: The clients' names, if they have any.
-        sizes: Number of samples of each client, int64, where ``clients`` is one tensor.
+        sizes: Number of samples of each client, int64, if ``clients`` is one tensor.
 
     Attributes:
         indices: All clients' sample indices one after another, int64.

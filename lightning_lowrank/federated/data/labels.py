@@ -75,7 +75,7 @@ def renumber_like(labels: Tensor, names: Sequence[str] | None, wanted: Sequence[
         wanted: Names of the other's labels.
 
     Returns:
-        For strings, the position of each sample's name among ``wanted``, and -1 where it is not; integers as they are.
+        For strings, the position of each sample's name among ``wanted``, and -1 if it is not; integers as they are.
 
     Raises:
         MisconfigurationException: If the labels of only one of the two are strings.

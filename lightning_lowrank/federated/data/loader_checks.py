@@ -40,7 +40,7 @@ def weights_of(loader: DataLoader) -> Tensor | None:
 def check_loader(loader: Any, training: bool = True, weighted: bool = False) -> DataLoader:
     """Check that a loader's dataset can be read by sample indices, and return the loader.
 
-    It is the given one, or where a `torch.utils.data.BatchSampler` makes its batches, one with a ``batch_size`` that
+    It is the given one, or if a `torch.utils.data.BatchSampler` makes its batches, one with a ``batch_size`` that
     has the same batches.
 
     Args:

@@ -92,13 +92,13 @@ class Partition(Configured, ABC):
         Args:
             dataset: The training set, or only its number of samples. From a dataset, labels and keys that are needed
                 and not given are found with `find_labels` and `find_keys`.
-            clients: Number of clients. ``None`` where the partition knows it (`ByKey`, `FromIndices`).
+            clients: Number of clients. ``None`` if the partition knows it (`ByKey`, `FromIndices`).
             seed: Seed of every draw. The global random number generators are neither read nor changed.
             labels: Label of each sample, integers of shape ``[size]``; only for partitions that need them.
             keys: Key of each sample; only for `ByKey`.
 
         Returns:
-            The clients' samples; within a client in ascending order, so that the data's own order is kept where a
+            The clients' samples; within a client in ascending order, so that the data's own order is kept if a
             loader does not shuffle (`FromIndices` keeps the order given).
 
         Raises:
@@ -176,7 +176,7 @@ class Partition(Configured, ABC):
             size: Number of samples.
             clients: Number of clients, from 1 to ``size``.
             seed: Seed of every draw, for `lightning_lowrank.seeding.generator`.
-            labels: Label of each sample, int64 of shape ``[size]``. Never ``None`` where ``needs_labels`` is true.
+            labels: Label of each sample, int64 of shape ``[size]``. Never ``None`` if ``needs_labels`` is true.
             keys: Key of each sample, where `find_keys` returned or the caller gave them.
         """
 
@@ -256,7 +256,7 @@ class Dirichlet(_ByGroup):
     Args:
         alpha: Concentration, above 0. Small: each label sits with few clients. Large: close to `IID` in labels.
         min_samples: Fewest samples of a client. The whole division is drawn again until every client has them, 1,000
-            times at most; fewer where the first draws show that no other one will do, but for a chance of one in 1e9.
+            times at most; fewer if the first draws show that no other one will do, but for a chance of one in 1e9.
             With 0, some clients may have no samples.
         capped: Labels are visited in ascending order, and a client that already holds the mean number of samples
             (training set / clients) or more gets none of the next label: its share becomes zero and the others' are
@@ -347,7 +347,7 @@ class LabelCount(_ByGroup):
 
     By default the labels are drawn, each label being as likely as any other for every client, under the condition that
     no label is left out: every label is first given to one random client (a client never has more than
-    ``labels_per_client``), then each client draws the rest of its labels among those that it does not hold. Only where
+    ``labels_per_client``), then each client draws the rest of its labels among those that it does not hold. Only if
     ``clients * labels_per_client`` is below the number of labels, some have no holder; their samples are unused, and a
     warning says so.
 

@@ -58,7 +58,7 @@ class RoundPlan:
         clients: Ids of the clients that train, ascending.
         batches: Number of batches of each.
         failed: Ids of the clients that are sent the model and never answer.
-        chunks: The same clients in the order in which they train; where several processes share the round, those of
+        chunks: The same clients in the order in which they train; if several processes share the round, those of
             this process.
         turns: Number of chunks of the process that has the most, one at least.
     """
@@ -149,7 +149,7 @@ class RoundPlanner:
     def plan(self, round_number: int, chunks: Sequence[Sequence[int]] | None = None) -> RoundPlan:
         """The plan of one round.
 
-        ``chunks`` says which clients step together where a checkpoint does: the state by which they are grouped changes
+        ``chunks`` of a checkpoint say which clients step together: the state by which they are grouped changes
         during a round.
         """
         answering, batches, failed = self.cohort(round_number)
@@ -170,7 +170,7 @@ class RoundPlanner:
     def trial_chunks(self, chunk_size: int | None = None) -> tuple[Chunk, ...]:
         """Chunks for trial steps before the first round.
 
-        They are those of the first round, of all processes. Where Poisson sampling draws fewer clients than a chunk
+        They are those of the first round, of all processes. If Poisson sampling draws fewer clients than a chunk
         needs, or nobody, they are those of as many of the largest clients as a round has on average.
 
         Args:

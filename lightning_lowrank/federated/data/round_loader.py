@@ -122,7 +122,7 @@ class RoundLoader:
     def read(self, chunk: Chunk, round_number: int, steps: int) -> tuple[list[Any], list[Any]]:
         """The first batches of clients that step together, and the first batch of each client alone.
 
-        They are read outside any round. There are fewer than ``steps`` where the clients have fewer.
+        They are read outside any round. There are fewer than ``steps`` if the clients have fewer.
         """
         requests = list(islice(self._chunk_requests(round_number, chunk), steps))
         wanted: list[Request | Requests] = [*requests, *requests[0][:steps]]

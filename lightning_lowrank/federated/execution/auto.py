@@ -139,7 +139,7 @@ def _compared(trainer: Any, data: RoundData, size: int) -> tuple[str, int]:
     Args:
         trainer: The trainer, with its optimizers set up.
         data: The divided training set.
-        size: How many clients are to step together; 0: as many as memory has room for, and half of these where a step
+        size: How many clients are to step together; 0: as many as memory has room for, and half of these if a step
             needs more than there is.
 
     Returns:
@@ -263,7 +263,7 @@ def time_alone(
         channels_last: Whether the step sees images with their channels last in memory.
 
     Returns:
-        Seconds of a step; ``None`` where that makes no difference, for there are no images that have them elsewhere.
+        Seconds of a step; ``None`` if that makes no difference, for there are no images that have them elsewhere.
 
     Raises:
         MisconfigurationException: If the module holds an object that cannot be restored.
@@ -295,7 +295,7 @@ def time_both(
         compiles: Whether steps of clients together are compiled.
 
     Returns:
-        Seconds of a client's step: where clients train one after another, and where they step together.
+        Seconds of a client's step, with clients one after another and with clients together.
 
     Raises:
         MisconfigurationException: If the training step cannot be mapped over clients, or the module holds an object

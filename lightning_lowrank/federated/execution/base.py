@@ -56,7 +56,7 @@ class Execution(OfTheRun, ABC):
     optimizers: ClientOptimizers
     """The optimizers that clients take turns with."""
     logbook: Logbook | None = None
-    """Where what clients log that step together is collected, if anywhere."""
+    """The collector for logged values of clients that step together, if any."""
     channels_last: bool = False
     """Whether training steps see images with their channels last in memory, which checkpoints keep."""
 
@@ -141,7 +141,7 @@ class Execution(OfTheRun, ABC):
         """Run the training step, ``zero_grad()`` and ``backward()`` in one call, if the execution can.
 
         Returns:
-            The loss; ``None`` where there is none. Nothing has been done then.
+            The loss; ``None`` if there is none. Nothing has been done then.
         """
         return None
 

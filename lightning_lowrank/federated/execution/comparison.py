@@ -55,7 +55,7 @@ def difference(trainer: Any, module: pl.LightningModule, chunk: Chunk, loader: R
         loader: Reads their batches.
 
     Returns:
-        A sentence; an empty string where nothing differs, or the step cannot be tried, as rounds will say.
+        A sentence; an empty string if nothing differs, or the step cannot be tried, as rounds will say.
 
     Raises:
         Exception: If there is not enough memory, and for no other reason.

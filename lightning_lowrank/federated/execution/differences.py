@@ -21,7 +21,7 @@ TOLERANCES = {torch.float16: 2e-2, torch.bfloat16: 1e-1}
 _TOLERANCE_OF_GRADIENTS = 2e-2
 """Deep networks with BatchNorm amplify rounding: that of ResNet-18's first gradient reaches 7e-3."""
 _MORE_FOR_GRADIENTS = 3
-"""In 16 bits too, where the terms of a gradient cancel out: an MLP in bfloat16 reaches 0.11."""
+"""In 16 bits too, if the terms of a gradient cancel out: an MLP in bfloat16 reaches 0.11."""
 
 
 def first_difference(

@@ -79,7 +79,7 @@ class StackedProducts(TorchFunctionMode):
     - ``F.dropout`` on the CPU: torch draws in the order of dimensions, here the draws lie in memory as the input does.
     - ``bool()``, ``item()`` and the like of a tensor that is the same for all clients: torch refuses them all. Here
       they give the number.
-    - ``tensor.requires_grad``: torch returns false for mapped tensors. Here it is true where gradients are computed.
+    - ``tensor.requires_grad``: torch returns false for mapped tensors. Here it is true if gradients are computed.
 
     Weights whose changes are kept apart are computed with as `DeferredSteps` does.
 

@@ -2,7 +2,7 @@
 
 Every process holds the same server and plans the same round. Each trains its share of the round's clients. At a round's
 end the processes exchange the clients' messages, so that every process has the same server again. `FederatedLoop` uses
-a `SharedCoordinator` where the trainer's strategy is `ClientParallelStrategy`.
+a `SharedCoordinator` if the trainer's strategy is `ClientParallelStrategy`.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ class ClientParallelStrategy(DDPStrategy):
       ``training_step``, may not communicate. What sets ``should_stop`` inside a round does so in every process in the
       same turn, as Lightning's own callbacks do.
     - When a round has ended, ``global_step`` and the loggers' step are those of a single process. Inside
-      a round they are the process's own. Where clients step together, each process stacks its own, and counts the steps
+      a round they are the process's own. If clients step together, each process stacks its own, and counts the steps
       of these chunks.
     - ``max_steps``, ``min_steps`` and checkpoints inside a round are refused.
     - Figures of an epoch, `torchmetrics.Metric` objects included, are those of all processes' clients; figures of a
@@ -317,7 +317,7 @@ class _Announced:
     client: ClientInfo
     weight: float
     names: list[str] | None
-    """The names of the message's tensors; ``None`` where the message was added up where it arrived."""
+    """The names of the message's tensors; ``None`` if the message was added up in the process that received it."""
     state: list[Any]
     """The client's state, as `flatten_state` describes it."""
     layout: Layout

@@ -266,7 +266,7 @@ class ClientStack(OfTheRun):
         """Do `training_step`, ``zero_grad()`` and ``backward()``, compiled for the clients with a full batch.
 
         Returns:
-            The sum of the losses; ``None`` where nothing is compiled. Nothing has been done then.
+            The sum of the losses; ``None`` if nothing is compiled. Nothing has been done then.
         """
         compiled = self._compiled
         if compiled is None or compiled.reason or not self._guard.settled or not self._guard.mapped:
@@ -579,7 +579,7 @@ class _Logged:
 class _Part:
     """The clients of a step whose batches have equal shapes.
 
-    Buffers and round states are copies where it stands ``apart``: autograd keeps some of them for the backward pass of
+    Buffers and round states are copies if it is ``apart``: autograd keeps some of them for the backward pass of
     all parts, and would take what another part writes into its own rows of a stack for a change of these.
     """
 

@@ -108,7 +108,7 @@ class CannotMap(MisconfigurationException):
 class ActsOnStacks(Protocol):
     """Protocol of callbacks that change gradients before the optimizer steps and can do so on stacks of clients.
 
-    Where one of this package has an attribute ``acts_on_gradients`` that is false, it does nothing in this run.
+    If one of this package has an attribute ``acts_on_gradients`` that is false, it does nothing in this run.
     """
 
     def on_before_stacked_step(self, module: pl.LightningModule, stacks: Mapping[str, Tensor]) -> None:

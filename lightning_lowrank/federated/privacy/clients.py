@@ -24,7 +24,7 @@ class ClientPrivacy(Configured):
         + \mathcal{N}(0, (z C)^2)\Big)
 
     in place of each client's message. So whatever the method's server does with it costs nothing more. The denominator
-    :math:`m` is fixed: ``clients_per_round``, or all clients that have samples where these are fewer, which Poisson
+    :math:`m` is fixed: ``clients_per_round``, or all clients that have samples if these are fewer, which Poisson
     sampling draws on average. All clients count alike. The guarantee is (ε, δ)-differential privacy of each client's
     whole data against everybody who sees the global models. The server, who sees updates, is trusted, and so are the
     figures that the training logs. See ``docs/privacy.md``.
@@ -130,7 +130,7 @@ class ClientPrivacy(Configured):
         self.accountant: Accountant = accountant
         self.secure = secure
         self.secret = secrets.randbits(62) if secure else None
-        """The seed by which clients are drawn where ``secure``; checkpoints hold it."""
+        """The seed by which clients are drawn if ``secure``; checkpoints hold it."""
 
     def sampling_seed(self, seed: int) -> int:
         """The seed for drawing clients, given the experiment's seed."""

@@ -329,7 +329,7 @@ class PrivateMean(RoundStage):
 def check_carries_noise(message: Message, sender: str) -> None:
     """Refuse a message whose codec or types would lose part of a client's noise.
 
-    The server's sum has all of the noise where it is that of exact messages, or a part of its numbers alone. Where
+    The server's sum has all of the noise if it is that of exact messages, or a part of its numbers alone. If
     each message is rounded or cut by itself, no bound on the noise of the sum is known.
 
     Args:

@@ -169,7 +169,7 @@ class Factorization(ABC):
     def ratio_for_rank(self, shape: Sequence[int], rank: int, half_frozen: HalfFrozen = False) -> float:
         """The largest ratio for which :meth:`rank_for_ratio` gives ``rank`` (to rounding).
 
-        By default the share that the trained factors hold, as it is where :meth:`rank_for_ratio` gives the
+        By default the share that the trained factors hold, as it is if :meth:`rank_for_ratio` gives the
         smallest rank that holds the ratio.
 
         Raises:
@@ -241,7 +241,7 @@ class Factorization(ABC):
         dilation in that dimension.
 
         Returns:
-            The stages in the order of application, or ``None`` where this form has no such chain.
+            The stages in the order of application, or ``None`` if this form has no such chain.
         """
         return None
 
@@ -291,7 +291,7 @@ class Factorization(ABC):
         left out.
 
         Returns:
-            The number, or ``None`` where this form has no way but to compose the dense weight.
+            The number, or ``None`` if this form has no way but to compose the dense weight.
         """
         stages = self.stage_shapes(shape, rank)
         return None if stages is None else sum(math.prod(stage.kernel) for stage in stages)
@@ -299,7 +299,7 @@ class Factorization(ABC):
     def inner(self, left: Mapping[str, Tensor], right: Mapping[str, Tensor], shape: Sequence[int]) -> Tensor:
         """The Frobenius inner product of two composed weights, ``⟨f(left), f(right)⟩``.
 
-        The forms of this package do it without building the weights where that is cheaper.
+        The forms of this package do it without building the weights if that is cheaper.
 
         Returns:
             A scalar tensor.

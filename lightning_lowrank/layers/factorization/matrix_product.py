@@ -32,8 +32,8 @@ class MatrixProduct(Factorization):
     (cout, cin, kh, kw) has cout·kh rows and cin·kw columns, (cout, cin, k) has cout·k rows and cin columns, and (cout,
     cin, kd, kh, kw) has cout·kd·kh rows and cin·kw columns.
 
-    The rank for a ratio ρ of N = rows × columns is max(1, ⌈ρN / (rows + columns)⌉), ⌈ρN / columns⌉ where only
-    ``V`` is trained and ⌈ρN / rows⌉ where only ``U`` is. (Section 3.2 of FedMUD gives the ratio as
+    The rank for a ratio ρ of N = rows × columns is max(1, ⌈ρN / (rows + columns)⌉), ⌈ρN / columns⌉ if only
+    ``V`` is trained and ⌈ρN / rows⌉ if only ``U`` is. (Section 3.2 of FedMUD gives the ratio as
     2(m + n)r / mn, which counts each factor twice.)
 
     Args:
@@ -126,7 +126,7 @@ class MatrixProduct(Factorization):
     def stage_shapes(self, shape: Sequence[int], rank: int) -> tuple[Stage, ...] | None:
         """The stages ``V`` and ``U``, each a convolution with the kernel dimensions of its side.
 
-        In the layout ``"raw"`` there are such convolutions only where reshaping does not mix channels with
+        In the layout ``"raw"`` there are such convolutions only if reshaping does not mix channels with
         kernel positions: for a linear weight, a single input channel, or a kernel of size 1 in the rows.
         """
         self.matrix_shape(shape)
