@@ -90,7 +90,7 @@ class TinyImageNet(PhotographDataModule):
     def _decode(self) -> None:
         if not self.folder.is_dir():
             raise FileNotFoundError(
-                f"{self.folder} not found: set download=True, or unpack {self.url} in {self.folder.parent}."
+                f"{self.folder} not found: {self.url} must be unpacked in {self.folder.parent}."
             )
         names = sorted((self.folder / "wnids.txt").read_text().split())
         if len(names) != self.num_classes:

@@ -109,7 +109,7 @@ def test_a_study_runs_once_at_a_time(tmp_path, monkeypatch):
     monkeypatch.setattr(server, "_WAIT_FOR_END", 0.1)
     with (
         FileLock(tmp_path / "server.ckpt.lock"),
-        pytest.raises(MisconfigurationException, match="going on in another process"),
+        pytest.raises(MisconfigurationException, match="runs in another process"),
     ):
         serve(recipe, LocalGrid(), state=tmp_path / "server.ckpt")
 

@@ -169,7 +169,7 @@ class Factorization(ABC):
     def ratio_for_rank(self, shape: Sequence[int], rank: int, half_frozen: HalfFrozen = False) -> float:
         """The largest ratio for which :meth:`rank_for_ratio` gives ``rank`` (to rounding).
 
-        By default the share that the trained factors hold, as it is if :meth:`rank_for_ratio` gives the
+        By default the share of the trained factors, which is right if :meth:`rank_for_ratio` gives the
         smallest rank that holds the ratio.
 
         Raises:
