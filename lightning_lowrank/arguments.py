@@ -94,7 +94,7 @@ def escape_formula(text: str) -> str:
         >>> without_formula("=1+1"), without_formula("-3"), escape_formula("ada")
         ("'=1+1", '-3', 'ada')
     """
-    # Spreadsheets also accept these signs as full-width characters.
+    # Spreadsheets accept full-width signs too.
     if text.startswith(tuple("=+-@＝＋－＠")):
         with contextlib.suppress(ValueError):
             float(text)

@@ -128,7 +128,7 @@ def _to_tensorboard(logger: TensorBoardLogger, pictures: Mapping[str, bytes], st
     from matplotlib.image import imread
 
     for name, png in pictures.items():
-        # Without an alpha channel, which browsers show on a dark background.
+        # Convert without an alpha channel: browsers show transparent pictures on a dark background.
         pixels = imread(io.BytesIO(png))[..., :3]
         logger.experiment.add_image(f"pictures/{name}", pixels, step, dataformats="HWC")
 

@@ -190,7 +190,7 @@ class TextClassification(TextSplits):
         lacking = [row for row, value in enumerate(values) if missing[row] and (value is None or not self.regression)]
         if lacking:
             raise MisconfigurationException(
-                f"{table.place(lacking[0])}: it has {values[lacking[0]]!r} in place of a label"
+                f"{table.place(lacking[0])}: it has {values[lacking[0]]!r} in place of a label: leave the row out"
             )
         return values
 

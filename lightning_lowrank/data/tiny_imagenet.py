@@ -89,9 +89,7 @@ class TinyImageNet(PhotographDataModule):
 
     def _decode(self) -> None:
         if not self.folder.is_dir():
-            raise FileNotFoundError(
-                f"{self.folder} not found: {self.url} must be unpacked in {self.folder.parent}."
-            )
+            raise FileNotFoundError(f"{self.folder} not found: {self.url} must be unpacked in {self.folder.parent}.")
         names = sorted((self.folder / "wnids.txt").read_text().split())
         if len(names) != self.num_classes:
             raise RuntimeError(f"{self.folder / 'wnids.txt'} names {len(names)} classes, not {self.num_classes}")

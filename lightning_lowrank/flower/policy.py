@@ -127,7 +127,7 @@ class Policy:
         if not isinstance(found, dict) or not found or not found.keys() <= set(known):
             unknown = sorted(map(str, found.keys() - set(known))) if isinstance(found, dict) else found
             raise MisconfigurationException(
-                f"the site's policy {path} must be entries out of {', '.join(known)}; it has {unknown}."
+                f"the site's policy {path} may only have the entries {', '.join(known)}; it has {unknown}."
             )
         try:
             return replace(cls(**found), source=str(path))

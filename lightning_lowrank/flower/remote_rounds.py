@@ -454,7 +454,8 @@ class RemoteRounds(Callback):
         outcome, needed = _Outcome(), self.min_sites
         if len(plan.clients) < needed:
             raise MisconfigurationException(
-                f"round {plan.round} draws {len(plan.clients)} clients and needs {needed} (min-sites)."
+                f"round {plan.round} draws {len(plan.clients)} clients and needs {needed} (min-sites): lower"
+                " min-sites, or raise clients_per_round."
             )
         while True:
             self._new_resets |= self._admission.admit_all(wait=min(self.round_timeout, _WAIT_FOR_NEW))

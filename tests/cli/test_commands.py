@@ -279,7 +279,7 @@ def test_a_top_level_scheduler_acts(run):
 
 @pytest.mark.nightly
 def test_a_top_level_optimizer_takes_a_modules_own_place_with_a_warning(run):
-    with pytest.warns(UserWarning, match=r"takes the place of Classifier\.configure_optimizers"):
+    with pytest.warns(UserWarning, match=r"replaces Classifier\.configure_optimizers"):
         done = run("fit", "--config", "base.yaml", "--optimizer", "Adam", "--optimizer.lr", "0.001")
     assert isinstance(done.trainer.optimizers[0], torch.optim.Adam)
 

@@ -38,7 +38,7 @@ def test_files(tmp_path, suffix):
 @pytest.mark.parametrize(
     ("text", "told"),
     [
-        ("max_uplaod: 5", r"entries out of min_clients, .*; it has \['max_uplaod'\]"),
+        ("max_uplaod: 5", r"the entries min_clients, .*; it has \['max_uplaod'\]"),
         ("", "it has None"),
         ("- 1", r"it has \[1\]"),
         ("a: [", "cannot be read"),

@@ -167,7 +167,8 @@ def _splits(content: Any) -> dict[str, Any]:
     other = next((part for part in parts if not (isinstance(part, Mapping) and set(_SPLITS) <= set(part))), None)
     if other is not None:
         raise MisconfigurationException(
-            "indices has a dictionary for some clients, and each must then have one with 'train' and 'test', got"
+            "indices has a dictionary for some clients, but then each client needs a dictionary with 'train' and"
+            " 'test', got"
             f" {str(other)[:100]}."
         )
     if isinstance(content, Mapping):

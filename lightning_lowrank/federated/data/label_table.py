@@ -63,8 +63,8 @@ class LabelTable(Partition):
         rows = list(content.values()) if isinstance(content, Mapping) else content
         if not isinstance(rows, (list, tuple)) or not rows:
             raise MisconfigurationException(
-                "counts must be a list, or a dictionary, with the number of samples of each label for each client, or a"
-                f" path, got {str(content)[:100]}."
+                "counts must be a path, or a list or dictionary with each client's number of samples per label, got"
+                f" {str(content)[:100]}."
             )
         self._rows = [_labels_of_client(row, client) for client, row in enumerate(rows)]
         self.proportions = proportions
@@ -101,7 +101,7 @@ class LabelTable(Partition):
             label = int((asked - sizes).argmax())
             raise MisconfigurationException(
                 f"counts has {asked[label]} samples of label {names[label]}, and the training set has"
-                f" {sizes[label]}: proportions=True divides those in the table's proportions."
+                f" {sizes[label]}: set proportions=True to divide the existing samples in the table's proportions."
             )
         found = deal(codes, table, generator(seed, "partition", "samples"))
         return ClientIndices(found.indices, size, self._names, sizes=found.sizes)

@@ -399,7 +399,11 @@ def test_batches_of_unequal_form_are_those_of_sequential_clients(tmp_path, monke
     warned = []
     monkeypatch.setattr(stack, "rank_zero_warn", warned.append)
     both(tmp_path, module=Sequences, data=Data(Files(), collate_fn=collate), trainer={"max_epochs": 1})
-    form = "in entries that are no tensors" if collate is Boxes else r"batch\.inputs of shapes \(\d, \d+, 6\) and \(\d, \d+, 6\)"
+    form = (
+        "in entries that are no tensors"
+        if collate is Boxes
+        else r"batch\.inputs of shapes \(\d, \d+, 6\) and \(\d, \d+, 6\)"
+    )
     said = [rf"batches of \d samples differ in form \({form}\)"]
     said += [r"it reads batch\['names'\]"] if collate is pad_and_name else []
     assert len(warned) == len(said)
