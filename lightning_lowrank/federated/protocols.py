@@ -64,7 +64,7 @@ class ChangesBase(_Protocol):
         return received
 
     def drawn_in(self, name: str, round_number: int) -> int:
-        """The latest round before which the factor that multiplies a message's tensor was redrawn; 0: never.
+        """The latest round for which the opposite factor of a message's tensor was redrawn; 0 if it never was.
 
         Error feedback forgets losses of this tensor in earlier rounds, and with ``optimizer_state="keep"`` a client
         forgets the moments of a parameter of this name: for the new factors or subspace those numbers have no meaning.
