@@ -17,7 +17,7 @@ import numpy as np
 
 def check_choice(name: str, value: object, choices: Any) -> None:
     """Raise a ``ValueError`` for a value that is not one of a Literal's choices; 8.0 is not the choice 8."""
-    value = plain(value)
+    value = to_plain(value)
     if not any(isinstance(value, type(choice)) and value == choice for choice in get_args(choices)):
         raise ValueError(f"{name} must be one of {', '.join(map(repr, get_args(choices)))}, but is {value!r}.")
 
@@ -64,11 +64,11 @@ def check_number(
         raise ValueError(f"{name} must be {' and '.join(wanted)}, but is {value!r}{hint and '; use '}{hint}.")
 
 
-def listed(names: Sequence[str], separator: str = ", ") -> str:
+def join_names(names: Sequence[str], separator: str = ", ") -> str:
     """Join the first five names for a message, and count the rest.
 
     Example:
-        >>> listed("abcdefg")
+        >>> join_names("abcdefg")
         'a, b, c, d, e and 2 more'
     """
     shown = separator.join(names[:5])
@@ -87,13 +87,13 @@ def printable(text: str) -> str:
     )
 
 
-def without_formula(text: str) -> str:
-    """A text for a cell of a CSV file, after an apostrophe if a spreadsheet would run it as a formula.
+def escape_formula(text: str) -> str:
+    """A text for a CSV cell, with an apostrophe before it if a spreadsheet would run it as a formula.
 
     Apostrophes before such a text get one more, so that the text without its first apostrophe is the original.
 
     Example:
-        >>> without_formula("=1+1"), without_formula("'=1+1"), without_formula("-3"), without_formula("ada")
+        >>> escape_formula("=1+1"), escape_formula("'=1+1"), escape_formula("-3"), escape_formula("ada")
         ("'=1+1", "''=1+1", '-3', 'ada')
     """
     # Spreadsheets read full-width characters too.
@@ -115,21 +115,21 @@ def first_ten(values: Sequence[Any]) -> str:
     return f"{[*values[:10]]}{' ...' if len(values) > 10 else ''}"
 
 
-def plain(value: Any) -> Any:
+def to_plain(value: Any) -> Any:
     """A value with NumPy's numbers replaced by Python's, also within a list, tuple or dictionary.
 
     Checkpoints and JSON need Python's numbers.
 
     Example:
-        >>> plain({"first": np.int64(4), "last": np.float32(0.5)})
+        >>> to_plain({"first": np.int64(4), "last": np.float32(0.5)})
         {'first': 4, 'last': 0.5}
     """
     if isinstance(value, np.generic):
         return value.item()
     if isinstance(value, dict) and any(isinstance(part, np.generic) for part in value.values()):
-        return {name: plain(part) for name, part in value.items()}
+        return {name: to_plain(part) for name, part in value.items()}
     if type(value) in (list, tuple) and any(isinstance(part, np.generic) for part in value):
-        return type(value)(plain(part) for part in value)
+        return type(value)(to_plain(part) for part in value)
     return value
 
 
@@ -144,7 +144,7 @@ class Configured:
     """
 
     def __setattr__(self, name: str, value: Any) -> None:
-        super().__setattr__(name, plain(value))
+        super().__setattr__(name, to_plain(value))
 
     def __repr__(self) -> str:
         shown = ", ".join(f"{name}={value!r}" for name, value in arguments_of(self).items())
@@ -167,7 +167,7 @@ class Configured:
                 # The constructor itself refuses arguments that do not fit its signature.
                 with contextlib.suppress(TypeError):
                     bound = signature.bind(self, *arguments, **named)
-                    given = {name: plain(value) for name, value in _by_name(bound).items()}
+                    given = {name: to_plain(value) for name, value in _by_name(bound).items()}
                     object.__setattr__(self, "_given_arguments", given)
             init(self, *arguments, **named)
 

@@ -1,4 +1,4 @@
-"""Optional dependencies, and the package's own requirement by place, because the package is on no index."""
+"""Optional dependencies, and the package's own requirement by path or URL, because it is not on PyPI."""
 
 from __future__ import annotations
 
@@ -27,14 +27,14 @@ def import_extra(library: str, user: str, extra: str | None = None) -> ModuleTyp
 
 
 def requirements(extra: str) -> list[str]:
-    """The package's requirement with an extra, at the place from which it was installed.
+    """The package's requirement with an extra, by the path or URL from which it was installed.
 
     Example:
         >>> all(each.startswith("lightning_lowrank[flower] @ ") for each in requirements("flower"))
         True
 
     Returns:
-        The requirement; empty if the place is not known, so that nothing is fetched by name from an index.
+        The requirement; empty if its source is unknown, so that nothing is fetched by name from an index.
     """
     checkout = Path(__file__).parents[1]
     if (checkout / "pyproject.toml").is_file():

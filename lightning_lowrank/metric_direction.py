@@ -54,14 +54,14 @@ def judged_by(logged: Iterable[str], wanted: str | None, monitors: Iterable[Moni
     known = set(logged)
     names = [wanted] if wanted else [each.name for each in monitors]
     found = next((name for name in names if name in known), None)
-    return found if found or wanted else usual(known)
+    return found if found or wanted else usual_metric(known)
 
 
-def usual(logged: Iterable[str]) -> str | None:
+def usual_metric(logged: Iterable[str]) -> str | None:
     """The first metric of `USUAL` that was logged, otherwise a validation metric; ``None`` if there is neither.
 
     Example:
-        >>> usual(["val_loss", "valid_acc"]), usual(["validation/f1", "train_loss"]), usual(["loss"])
+        >>> usual(["val_loss", "valid_acc"]), usual(["validation/f1", "train_loss"]), usual_metric(["loss"])
         ('valid_acc', 'validation/f1', None)
     """
     known = sorted(logged)

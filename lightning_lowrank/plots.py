@@ -71,7 +71,7 @@ def draw(
         narrow: Draw pictures for narrow screens as well: ``bytes_narrow`` and so on.
 
     Returns:
-        ``rounds``, ``bytes``, ``seconds``; ``rounds_each`` and so on, a panel for each curve, only where curves hide
+        ``rounds``, ``bytes``, ``seconds``; ``rounds_each`` and so on, a panel for each curve, only if curves hide
         each other; ``convergence`` if the constants of `ConvergenceMonitor` were logged.
     """
     named = metric if higher is None else f"{metric} ({'higher' if higher else 'lower'} is better)"
@@ -87,7 +87,7 @@ def draw(
         pictures[name] = _png(_plot(drawn, across, named, title, level, limit, (8.5, 5.0)))
         if narrow:
             pictures[f"{name}_narrow"] = _png(_plot(drawn, across, named, title, level, limit, (4.4, 4.4)))
-        if 1 < len(drawn) <= _MOST_PANELS and hidden(drawn, across):
+        if 1 < len(drawn) <= _MOST_PANELS and is_hidden(drawn, across):
             pictures[f"{name}_each"] = _png(_plot_panels(drawn, across, named, title))
     constants = {name: _drawable(curves(name, None), ACROSS["rounds"]) for name in _CONSTANTS}
     if any(map(len, constants[_CONSTANTS[0]].values())):
@@ -142,7 +142,7 @@ def _add_legend(figure: Figure, curves: Curves, lines: Mapping[str, Line2D], col
     """Add a legend: the curves' names, ordered by their last values, the highest first."""
     order = sorted(lines, key=lambda name: -curves[name][-1, 1])[:_MOST_NAMES]
     # matplotlib leaves out names that begin with an underscore.
-    names = [f" {text}" if (text := shortened(name)).startswith("_") else text for name in order]
+    names = [f" {text}" if (text := shorten(name)).startswith("_") else text for name in order]
     unnamed = f"{len(order)} of {len(lines)} curves are named" if len(order) < len(lines) else None
     handles = [lines[name] for name in order]
     legend = figure.legend(
@@ -163,16 +163,16 @@ def _plot_constants(constants: Mapping[str, Curves]) -> Figure:
         axes.set_ylabel(metric, fontsize=12)
         positive = [float(points[points[:, 1] > 0, 1].min(initial=math.inf)) for points in curves.values()]
         if min(positive, default=math.inf) < math.inf:
-            # As a logarithmic axis, but with a place for 0.
+            # A logarithmic axis that also shows 0.
             axes.set_yscale("symlog", linthresh=min(positive))
     _add_legend(figure, curves, lines, 2)
     return figure
 
 
-def hidden(curves: Curves, across: Across) -> bool:
+def is_hidden(curves: Curves, across: Across) -> bool:
     """Whether one curve covers another over at least half of their common range.
 
-    Curves cover each other where they are nearer than a fiftieth of the picture's height.
+    Curves cover each other if they are nearer than a fiftieth of the picture's height.
     """
     whole = [points[np.argsort(points[:, 0], kind="stable")] for points in curves.values() if len(points)]
     drawn = [(np.log(points[:, 0]) if across.unit else points[:, 0], points[:, 1]) for points in whole]
@@ -236,7 +236,7 @@ def _plot_panels(curves: Curves, across: Across, y_label: str, title: str) -> Fi
         if len(curves[name]):
             _draw_one(axes, curves[name], linewidth=2, **_style(number))
         _set_scale(axes, curves, across)
-        axes.set_title(shortened(name), fontsize=10, loc="left", color=f"C{number % 10}", parse_math=False)
+        axes.set_title(shorten(name), fontsize=10, loc="left", color=f"C{number % 10}", parse_math=False)
         axes.tick_params(labelsize=9)
         axes.tick_params(axis="x", labelrotation=30 if across.unit else 0)
     for place, axes in enumerate(figure.axes):
@@ -248,7 +248,7 @@ def _plot_panels(curves: Curves, across: Across, y_label: str, title: str) -> Fi
     return figure
 
 
-def shortened(name: str) -> str:
+def shorten(name: str) -> str:
     """A name that fits into a legend: the middle of a long name is left out."""
     begin = _LONGEST_NAME * 5 // 8
     return name if len(name) <= _LONGEST_NAME else f"{name[:begin]}…{name[begin + 1 - _LONGEST_NAME :]}"

@@ -6,7 +6,7 @@ import inspect
 from typing import Any
 
 
-def registered(base: type[Any]) -> dict[str, type[Any]]:
+def subclasses_by_name(base: type[Any]) -> dict[str, type[Any]]:
     """All subclasses of ``base`` that are not abstract, at any depth, by class name.
 
     If two classes share a name, the one that was defined last counts, as when a notebook cell is run twice.
@@ -16,7 +16,7 @@ def registered(base: type[Any]) -> dict[str, type[Any]]:
 
     Example:
         >>> from lightning_lowrank.layers import Factorization
-        >>> registered(Factorization)["CP"]
+        >>> subclasses_by_name(Factorization)["CP"]
         <class 'lightning_lowrank.layers.factorization.cp.CP'>
     """
     found: dict[str, type[Any]] = {}

@@ -25,7 +25,7 @@ def derive_seed(*parts: int | str) -> int:
     result depends on nothing but the parts, so it is the same in every process, Python version and machine.
 
     Args:
-        *parts: What the seed is for, from the general to the particular: a base seed first, then, for
+        *parts: The purpose of the seed, from the general to the particular: a base seed first, then, for
             example, a purpose, a round and a layer's name.
 
     Returns:

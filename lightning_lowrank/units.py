@@ -6,11 +6,11 @@ import math
 from collections.abc import Collection
 
 
-def fixed(number: float, digits: int = 2, exact: Collection[float] = (0,)) -> str:
+def format_decimals(number: float, digits: int = 2, exact: Collection[float] = (0,)) -> str:
     """A number with ``digits`` decimals, or with more if it would round to a number of ``exact`` that it is not.
 
     Example:
-        >>> fixed(12.3456), fixed(0.0004), fixed(0.0)
+        >>> fixed(12.3456), fixed(0.0004), format_decimals(0.0)
         ('12.35', '0.0004', '0.00')
     """
     text = f"{number:.{digits}f}"
@@ -27,7 +27,7 @@ def percent(share: float) -> str:
         >>> percent(1 / 16), percent(0.99998), percent(1.0), percent(0.00001)
         ('6.25%', '99.998%', '100.00%', '0.001%')
     """
-    return f"{fixed(100 * share, 2, (0, 100))}%"
+    return f"{format_decimals(100 * share, 2, (0, 100))}%"
 
 
 def bytes_text(number: float, form: str = ".4g") -> str:

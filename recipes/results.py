@@ -491,7 +491,7 @@ def differences(run: Run, key: Key, shortened: bool = False) -> list[str]:
     A shortened run may have fewer rounds, and one that went on from another has its checkpoint.
     """
     wanted, got = _settings(key), run.settings
-    free = (*_FREE, "ckpt_path") if run.went_on else _FREE
+    free = (*_FREE, "ckpt_path") if run.continues else _FREE
     if shortened and int(got.get(_ROUNDS) or 0) < int(wanted[_ROUNDS]):
         free += (_ROUNDS,)
     paths = sorted(path for path in wanted.keys() | got.keys() if not path.startswith(free))
@@ -523,8 +523,8 @@ def take(
             continue
         seed = run.config["seed_everything"]
         before = pieces.setdefault((key, seed), [])
-        if run.began is not None and run.went_on:
-            made = run.began - 1
+        if run.first_round is not None and run.continues:
+            made = run.first_round - 1
             earlier = next((piece for piece in reversed(before) if piece.count >= made), None)
             if earlier is None:
                 said.append(f"left out {run.folder}: the run whose first {made} rounds it went on from is not there")

@@ -11,7 +11,7 @@ from matplotlib.transforms import Bbox
 
 import lightning_lowrank.plots as plots
 from lightning_lowrank.cli.runs import curve, find_runs
-from lightning_lowrank.plots import ACROSS, draw, hidden, shortened
+from lightning_lowrank.plots import ACROSS, draw, is_hidden, shorten
 from tests.cli.run_folders import configured, make_report, rows_of, write_run
 
 TABLES = {"report.md", "report.html", "report.csv", "report.tex", ".report"}
@@ -78,7 +78,7 @@ def test_which_pictures_there_are(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("other", "is_hidden"),
+    ("other", "hidden"),
     [
         ([0.0, 0.5, 1.0], True),
         ([0.01, 0.51, 0.99], True),
@@ -89,15 +89,15 @@ def test_which_pictures_there_are(tmp_path):
         ([], False),
     ],
 )
-def test_which_curves_hide_each_other(other, is_hidden):
+def test_which_curves_hide_each_other(other, hidden):
     curves = {"a": points([0.0, 0.5, 1.0]), "b": points(other).reshape(-1, 3)}
-    assert hidden(curves, ACROSS["rounds"]) == is_hidden
-    assert not hidden({"a": curves["a"]}, ACROSS["rounds"])
+    assert is_hidden(curves, ACROSS["rounds"]) == hidden
+    assert not is_hidden({"a": curves["a"]}, ACROSS["rounds"])
 
 
 def test_curves_of_other_bytes_do_not_hide_each_other():
     curves = {name: points([0.1, 0.9], times=times) for name, times in (("cheap", 10), ("dear", 10_000))}
-    assert not hidden(curves, ACROSS["bytes"])
+    assert not is_hidden(curves, ACROSS["bytes"])
 
 
 @pytest.mark.slow
@@ -119,7 +119,7 @@ def test_each_curve_has_its_name_and_no_name_is_over_a_curve(tmp_path, monkeypat
         assert box.x1 <= figure.bbox.x1
         assert all(float(tick).is_integer() for tick in axes.get_xticks())
     assert [panel.get_title("left")[:1] for panel in panels.axes if panel.get_visible()] == ["a", "_", "$"]
-    assert shortened("a" * 32) == "a" * 32
+    assert shorten("a" * 32) == "a" * 32
 
 
 @pytest.mark.nightly

@@ -2,7 +2,7 @@
 
 from abc import ABC, abstractmethod
 
-from lightning_lowrank.registry import registered
+from lightning_lowrank.registry import subclasses_by_name
 
 
 def test_concrete_subclasses_at_any_depth_are_found_and_the_last_of_a_name_counts():
@@ -15,12 +15,12 @@ def test_concrete_subclasses_at_any_depth_are_found_and_the_last_of_a_name_count
     class Leaf(Middle):
         def work(self): ...
 
-    assert registered(Base) == {"Leaf": Leaf}
+    assert subclasses_by_name(Base) == {"Leaf": Leaf}
     first = Leaf
 
     class Leaf(Middle):
         def work(self): ...
 
-    assert registered(Base) == {"Leaf": Leaf}
-    assert registered(Base)["Leaf"] is not first
-    assert registered(Leaf) == {}
+    assert subclasses_by_name(Base) == {"Leaf": Leaf}
+    assert subclasses_by_name(Base)["Leaf"] is not first
+    assert subclasses_by_name(Leaf) == {}

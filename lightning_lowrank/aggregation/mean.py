@@ -32,7 +32,7 @@ class WeightedMean(Aggregator):
 
     Memory does not grow with the number of arrivals. One arrival is returned exactly, and so are integers that all
     arrivals have alike. Other integer and boolean tensors are averaged too and rounded to the nearest value (halves to
-    the even one). Sums are kept on the device of the tensors, or on the CPU where that device has no float64 (Apple's
+    the even one). Sums are kept on the device of the tensors, or on the CPU if that device has no float64 (Apple's
     MPS).
 
     Example:

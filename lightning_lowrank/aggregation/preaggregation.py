@@ -36,7 +36,7 @@ def byzantine_count(value: Byzantine, arrivals: int) -> int:
         >>> byzantine_count(3, 10), byzantine_count(0.3, 10), byzantine_count(0.3, 9)
         (3, 3, 2)
     """
-    # The small number is for rounding errors: 0.29 * 100 is just below 29.
+    # Add a small number, because of rounding errors: 0.29 * 100 is just below 29.
     return int(value * arrivals + 1e-9) if isinstance(value, float) else value
 
 
@@ -83,7 +83,7 @@ class NearestNeighborMixing(PreAggregation):
 
     :math:`y_i = \frac{1}{n-f} \sum_{j \in N_i} x_j`, where :math:`N_i` are the :math:`n - f` vectors nearest to
     :math:`x_i`, itself included (arXiv:2302.01772, Algorithm 2). Unweighted. With it, the median, the trimmed mean,
-    Krum and the geometric median are robust to the best possible order where clients have different data.
+    Krum and the geometric median are robust to the best possible order if clients have different data.
 
     Args:
         byzantine: How many arrivals may be Byzantine (:math:`f`): a count, or a share in [0, 0.5) of them.
@@ -115,7 +115,7 @@ class NearestNeighborMixing(PreAggregation):
     @override
     def matrix(self, gram: Tensor, byzantine: int, draws: torch.Generator) -> Tensor:
         nearest = squared_distances(gram).argsort(dim=1, stable=True)[:, : len(gram) - byzantine]
-        # Among equal vectors, a vector need not be one of its own nearest.
+        # Ties with equal vectors may exclude a vector from its own nearest neighbours.
         mixed = torch.zeros_like(gram).scatter_(1, nearest, 1.0)
         return mixed / mixed.sum(dim=1, keepdim=True)
 

@@ -102,7 +102,7 @@ class RobustRule(KeepsArrivals):
         self._check(arrivals, 0)
 
     def _check(self, arrivals: int, left_out: int) -> list[int]:
-        """Check that the vectors suffice, and count Byzantine arrivals for each pre-aggregation and for the rule, last.
+        """Check that there are enough vectors; return the Byzantine count at each pre-aggregation, then the rule.
 
         Args:
             arrivals: Number of arrivals of the round.
@@ -266,7 +266,7 @@ class CoordinateMedian(CoordinateRule):
 
     @override
     def reduce(self, rows: Tensor, byzantine: int) -> Tensor:
-        values, middle = ordered(rows), len(rows) // 2
+        values, middle = sort_rows(rows), len(rows) // 2
         if len(rows) % 2:
             return values[middle].double()
         return (values[middle - 1].double() + values[middle].double()) / 2
@@ -307,7 +307,7 @@ class TrimmedMean(CoordinateRule):
 
     @override
     def reduce(self, rows: Tensor, byzantine: int) -> Tensor:
-        kept = ordered(rows)[byzantine : len(rows) - byzantine]
+        kept = sort_rows(rows)[byzantine : len(rows) - byzantine]
         total = kept[0].double()
         for row in kept[1:]:
             total = total + row
@@ -562,7 +562,7 @@ class CenteredClipping(DistanceRule):
         for _ in range(self.iterations):
             distances = _distances(gram, weights)
             radius = float(distances.quantile(0.5)) if self.radius is None else self.radius
-            kept = clipping(distances, radius) / len(gram)
+            kept = clip_factors(distances, radius) / len(gram)
             weights = weights * (1 - kept.sum()) + kept
         return weights
 
@@ -572,7 +572,7 @@ class NormBound(DistanceRule):
 
     :math:`\sum_i p_i x_i \min(1, M / \lVert x_i \rVert)` for changes :math:`x_i` of the values that the clients started
     from. A fixed bound is the paper's. A bound relative to the other clients lets no client count for more than they
-    do, without knowledge of the model, but leaves the direction of its change free. Combine it with other rules where
+    do, without knowledge of the model, but leaves the direction of its change free. Combine it with other rules if
     attackers stay within the norm.
 
     Args:
@@ -615,10 +615,10 @@ class NormBound(DistanceRule):
             raise ValueError(f"the weights of all {len(shares)} arrivals are 0, but a mean needs a weight above 0.")
         if self.relative_weight is not None:
             shares = shares.clamp(max=self.relative_weight * float(shares[shares > 0].quantile(0.5)))
-        return shares / shares.sum() * clipping(norms, bound)
+        return shares / shares.sum() * clip_factors(norms, bound)
 
 
-def ordered(rows: Tensor) -> list[Tensor]:
+def sort_rows(rows: Tensor) -> list[Tensor]:
     """Sort ``[n, numbers]`` along the first dimension; the result is a list of ``n`` vectors, ascending in each number.
 
     The method is merge exchange (Knuth, The Art of Computer Programming, vol. 3, Algorithm 5.2.2M), whose comparisons
@@ -626,7 +626,7 @@ def ordered(rows: Tensor) -> list[Tensor]:
     in float32 take 1.3 ms if they are 10, 16 ms if 50 and 46 ms if 100; `torch.sort` along them takes 9.4, 111 and 279.
 
     Example:
-        >>> ordered(torch.tensor([[3, 1], [2, 5], [9, 0]]))
+        >>> sort_rows(torch.tensor([[3, 1], [2, 5], [9, 0]]))
         [tensor([2, 0]), tensor([3, 1]), tensor([9, 5])]
     """
     found = list(rows)
@@ -636,7 +636,7 @@ def ordered(rows: Tensor) -> list[Tensor]:
 
 
 def _exchanges(count: int) -> Iterator[tuple[int, int]]:
-    """Yield the pairs of indices that merge exchange compares."""
+    """Yield the pairs of indices that the merge-exchange sort compares."""
     top = 1 << max(0, (count - 1).bit_length() - 1)
     step = top
     while step:
@@ -649,11 +649,11 @@ def _exchanges(count: int) -> Iterator[tuple[int, int]]:
         step //= 2
 
 
-def clipping(norms: Tensor, bound: float) -> Tensor:
+def clip_factors(norms: Tensor, bound: float) -> Tensor:
     """The factors that scale vectors of these norms to at most the bound.
 
     Example:
-        >>> clipping(torch.tensor([0.0, 1.0, 4.0]), 2.0)
+        >>> clip_factors(torch.tensor([0.0, 1.0, 4.0]), 2.0)
         tensor([1.0000, 1.0000, 0.5000])
     """
     return torch.where(norms > bound, bound / norms, 1.0)
@@ -670,5 +670,5 @@ def _at_least(dtype: torch.dtype, least: torch.dtype | None) -> torch.dtype:
 
 
 def _wide(tensor: Tensor) -> Tensor:
-    # torch cannot compute in one-byte floats, and a weighted mean of half-precision numbers is not one itself.
+    # torch has no arithmetic for one-byte floats, and in half precision a weighted mean would be rounded.
     return tensor.float() if tensor.element_size() < 4 else tensor

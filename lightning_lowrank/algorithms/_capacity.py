@@ -78,7 +78,7 @@ class PartAveraging(UnequalClients, ABC):
     def _add(
         self, server: Server, tensors: Mapping[str, Tensor], weight: float, rows: Mapping[str, Tensor] | None = None
     ) -> None:
-        """Add a client's blocks to the means; of tensors named in ``rows``, only the rows marked true there."""
+        """Add a client's blocks to the means; for tensors in ``rows``, only the rows whose entry is true."""
         values: dict[str, Tensor] = {}
         for name, whole in server.base.sent_up(server.model).items():
             values[name] = torch.zeros_like(to_float64(whole))

@@ -23,14 +23,14 @@ def initial_parameters(base: Base) -> Tensors:
 
 
 @torch.no_grad()
-def missing(server: Server, compress: Callable[[Tensors], Tensors]) -> Tensors:
-    """The compressed difference between the global model and the common copy."""
+def difference_to_shared(server: Server, compress: Callable[[Tensors], Tensors]) -> Tensors:
+    """The compressed difference between the global model and the copy that all parties share."""
     return compress({name: server.model[name] - value for name, value in server.base.state["shared"].items()})
 
 
 @torch.no_grad()
 def add_to_shared(base: Base, difference: Mapping[str, Tensor]) -> None:
-    """Add the server's announced difference to the common copy; its tensors are replaced, not changed in place."""
+    """Add the server's announced difference to the shared copy; its tensors are replaced, not changed in place."""
     base.state["shared"] = {name: value + difference[name] for name, value in base.state["shared"].items()}
 
 

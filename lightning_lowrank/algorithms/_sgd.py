@@ -36,6 +36,6 @@ def check_plain(group: Mapping[str, Any], method: str) -> None:
     for option in ("momentum", "maximize"):
         if group[option]:
             raise MisconfigurationException(
-                f"{method} takes a client's change over its learning rates for its mean gradient, which it is not with"
-                f" {option}={group[option]}: use torch.optim.SGD without it."
+                f"{method} computes a client's mean gradient as its change divided by its learning rates, which is"
+                f" wrong with {option}={group[option]}: use torch.optim.SGD without it."
             )

@@ -27,7 +27,7 @@ class Ditto(OwnSteps):
     On every batch a client makes a step of the module's own optimizer on the global model's copy, as in `FedAvg`, and
     then one on its personal model :math:`v_k`, which minimizes :math:`F_k(v_k) + \frac{\lambda}{2}\|v_k - w^t\|^2` with
     the model :math:`w^t` that it was sent. Each of the two has its own optimizer state and its own buffers, and the
-    global model does not depend on the personal ones. What ``training_step`` logs is the mean over both.
+    global model does not depend on the personal ones. Logged values are the mean over both.
 
     The messages are those of `FedAvg`. A client keeps its personal model, which starts as the first model that it
     receives, and is evaluated with it; a client that never took part is evaluated with the global model.

@@ -7,7 +7,12 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from lightning_lowrank.algorithms._compressed import add_changes, add_to_shared, initial_parameters, missing
+from lightning_lowrank.algorithms._compressed import (
+    add_changes,
+    add_to_shared,
+    difference_to_shared,
+    initial_parameters,
+)
 from lightning_lowrank.compression import Codec, Dense, RandomK, Split, TopK
 from lightning_lowrank.configuration import check_number
 from lightning_lowrank.federated.messages import Message
@@ -58,7 +63,7 @@ class EF21P(ChangesBase, OwnCodec):
         self._top_k = TopK(share=share_down)
 
     def setup(self, base: Base) -> None:
-        """Create the common copy, which starts as the initial model."""
+        """Create the copy that all parties share, initially the initial model."""
         if "shared" not in base.state:
             base.state["shared"] = initial_parameters(base)
 
@@ -73,10 +78,10 @@ class EF21P(ChangesBase, OwnCodec):
         return {name: value for name, value in received.items() if name in base.initial_buffers}
 
     def begin_round(self, server: Server) -> None:
-        self.announce(server, missing(server, self._top_k.transmit))
+        self.announce(server, difference_to_shared(server, self._top_k.transmit))
 
     def broadcast(self, server: Server, client: ClientInfo) -> Message:
-        """The model, with the downlink's codec, which sends the announced difference in place of the parameters."""
+        """The model, with a codec that sends the announced difference in place of the parameters."""
         return Message(server.sent_down(), self.downlink(server.base))
 
     def aggregate(self, server: Server) -> None:
@@ -84,7 +89,7 @@ class EF21P(ChangesBase, OwnCodec):
         add_changes(server, server.base.state["shared"])
 
     def begin(self, client: ClientContext, message: Message) -> None:
-        """Install the received buffers and the common copy, to which the broadcast difference has been added."""
+        """Install the received buffers and the shared copy, which includes the broadcast difference."""
         copy_into(client.model, {**message.tensors, **client.base.state["shared"]})
 
     @torch.no_grad()

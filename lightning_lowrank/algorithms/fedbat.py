@@ -8,7 +8,12 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from lightning_lowrank.algorithms._compressed import add_changes, add_to_shared, initial_parameters, missing
+from lightning_lowrank.algorithms._compressed import (
+    add_changes,
+    add_to_shared,
+    difference_to_shared,
+    initial_parameters,
+)
 from lightning_lowrank.compression import Codec, Dense, Sign, Split
 from lightning_lowrank.configuration import check_number
 from lightning_lowrank.federated.algorithm import LocalStep
@@ -24,10 +29,11 @@ _NORMS = (*BATCH_NORMS, *INSTANCE_NORMS, nn.LayerNorm, nn.GroupNorm, nn.RMSNorm)
 class FedBAT(ChangesBase, OwnCodec, OwnSteps):
     r"""Federated binarization-aware training (Li et al., ICML 2024, Section 3 and Algorithm 1).
 
-    After some steps, a client's forward pass uses its initial weights plus or minus one learned number per tensor: what
-    the server would get if the client stopped at this step. Its first :math:`\lceil\phi\tau\rceil` of :math:`\tau`
-    steps are plain ones (the release rounds down, so that a client's only step would binarise an update of zero). In
-    the others, the update :math:`x = w - w_\text{start}` of every tensor is binarised before each forward pass,
+    After some steps, a client's forward pass uses its initial weights plus or minus one learned number per tensor: the
+    value that the server would get if the client stopped at this step. Its first :math:`\lceil\phi\tau\rceil` of
+    :math:`\tau` steps are plain ones (the release rounds down, so that a client's only step would binarise an update of
+    zero). In the others, the update :math:`x = w - w_\text{start}` of every tensor is binarised before each forward
+    pass,
 
     .. math::
         \hat x = +\alpha \text{ with probability } \operatorname{clip}\big((x/\alpha + 1)/2,\ 0,\ 1\big),
@@ -98,7 +104,7 @@ class FedBAT(ChangesBase, OwnCodec, OwnSteps):
         self._pending: dict[str, _Binarised] = {}
 
     def setup(self, base: Base) -> None:
-        """Find the parameters of normalisation layers, which stay in full precision, and create the common copy."""
+        """Find the parameters of normalisation layers, which stay in full precision, and create the shared copy."""
         self._exact = frozenset(
             f"{layer_name}.{name}" if layer_name else name
             for layer_name, layer in base.module.named_modules()
@@ -132,10 +138,10 @@ class FedBAT(ChangesBase, OwnCodec, OwnSteps):
         def compress(difference: dict[str, Tensor]) -> dict[str, Tensor]:
             return {name: _binarise(x, x.abs().mean(), _uniform(x, draws)) for name, x in difference.items()}
 
-        self.announce(server, missing(server, compress))
+        self.announce(server, difference_to_shared(server, compress))
 
     def broadcast(self, server: Server, client: ClientInfo) -> Message:
-        """The model; with ``compress_down``, its codec sends the announced difference in place of the parameters."""
+        """The model; with ``compress_down``, a codec sends the announced difference in place of the parameters."""
         message = super().broadcast(server, client)
         return Message(message.tensors, self.downlink(server.base))
 
@@ -154,7 +160,7 @@ class FedBAT(ChangesBase, OwnCodec, OwnSteps):
 
     def local_update(self, step: LocalStep, update: Callable[[], None]) -> None:
         """After a client's first steps in full precision, step on the loss at the binarised update."""
-        # The small number is for rounding errors: 0.28 * 25 is just above 7.
+        # Subtract a small number, because of rounding errors: 0.28 * 25 is just above 7.
         binarises = step.number >= self.full_precision_share * step.steps - 1e-9
         if binarises.any():
             self._put_binarised(step, binarises)

@@ -10,7 +10,7 @@ from lightning.pytorch.utilities import rank_zero_warn
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import Tensor, nn
 
-from lightning_lowrank.arguments import listed
+from lightning_lowrank.arguments import join_names
 from lightning_lowrank.configuration import check_choice, check_patterns
 from lightning_lowrank.federated.algorithm import Algorithm, Claims, detached
 from lightning_lowrank.federated.messages import Message
@@ -56,7 +56,7 @@ class LocalPart(Algorithm, ABC):
                 f"{method} keeps buffers such as {buffers[0]} with the clients, and buffers='reset' would reset them in"
                 " each round: use buffers='average' or 'local'."
             )
-        self.claims = Claims(local_part=listed(sorted(self._own)) if self._own else "")
+        self.claims = Claims(local_part=join_names(sorted(self._own)) if self._own else "")
         if "initial" not in base.state:
             values = trained_tensors(module)
             base.state["initial"] = detached({name: values[name] for name in sorted(self._own)})
@@ -106,7 +106,7 @@ class FedBN(LocalPart):
         norms = [name for name, layer in base.module.named_modules() if isinstance(layer, kinds)]
         if not norms:
             rank_zero_warn(
-                f"FedBN(layers={self.layers!r}) found no such normalization layer, and is FedAvg without one."
+                f"FedBN(layers={self.layers!r}) found no such normalization layer: without one it is FedAvg."
             )
         return {name for name in trained_tensors(base.module) if name.rpartition(".")[0] in norms}
 
@@ -133,7 +133,7 @@ class FedPer(LocalPart):
     def __init__(self, patterns: Sequence[str]) -> None:
         super().__init__()
         if isinstance(patterns, str) or not patterns:
-            raise MisconfigurationException(f"patterns must be a list of one name or more, got {patterns!r}")
+            raise MisconfigurationException(f"patterns must be a list of at least one name, got {patterns!r}")
         self.patterns = list(patterns)
 
     def own_names(self, base: Base) -> set[str]:

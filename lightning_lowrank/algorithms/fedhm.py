@@ -144,7 +144,7 @@ class FedHM(UnequalClients):
         return self._capacities.level(client) == 1
 
     def computed(self, base: Base, client: ClientInfo) -> Mapping[str, float]:
-        """For a client below level 1, the shares of the layers' ranks that it computes with."""
+        """For a client below level 1, the shares of the factors' columns that take part in its computation."""
         level = self._capacities.level(client)
         if level == 1:
             return {}

@@ -23,13 +23,13 @@ class FedNova(Algorithm):
     .. math:: x \leftarrow x - \tau_\mathrm{eff} \sum_i p_i d_i, \qquad d_i = \frac{x - y_i}{\|a_i\|_1}, \qquad
         \tau_\mathrm{eff} = \sum_i p_i \|a_i\|_1,
 
-    with the loop's weights :math:`p_i` (by default the shares of samples, as in the paper). Where clients make equally
+    with the loop's weights :math:`p_i` (by default the shares of samples, as in the paper). If clients make equally
     many steps this is `FedAvg`, to rounding.
 
-    :math:`\|a_i\|_1` is counted step by step from what the optimizer does. It is the number of steps :math:`\tau_i` for
-    plain SGD and :math:`(\tau_i - \rho(1-\rho^{\tau_i})/(1-\rho))/(1-\rho)` for momentum :math:`\rho`, both times the
-    learning rate; it includes dampening, Nesterov's form, schedules and ``client_settings``, and every parameter group
-    has its own. Buffers are averaged as in `FedAvg`.
+    :math:`\|a_i\|_1` is counted step by step from the optimizer's update rule. It is the number of steps :math:`\tau_i`
+    for plain SGD and :math:`(\tau_i - \rho(1-\rho^{\tau_i})/(1-\rho))/(1-\rho)` for momentum :math:`\rho`, both times
+    the learning rate; it includes dampening, Nesterov's form, schedules and ``client_settings``, and every parameter
+    group has its own. Buffers are averaged as in `FedAvg`.
 
     The server sends the global model; a client sends :math:`d_i`, the buffers and :math:`\|a_i\|_1`, 8 bytes for each
     group, which no codec changes. Noise and robust rules would, or would not protect it: they are refused.
@@ -61,8 +61,8 @@ class FedNova(Algorithm):
         groups = client.base.optimizers[0].param_groups
         if "optimizers" in client.state and any(group["momentum"] for group in groups):
             raise MisconfigurationException(
-                "FedNova counts the weight of each of a round's gradients in a client's change, and client"
-                f" {client.id} kept momentum from earlier rounds: set optimizer_state='reset'."
+                f"FedNova assumes that a client's change contains gradients of the round alone, but client {client.id}"
+                " has momentum from earlier rounds: set optimizer_state='reset'."
             )
         received = client.base.parameters(message.tensors)
         # Counted on the CPU, so that no step waits for a device.

@@ -103,6 +103,6 @@ class FedNTD(OwnSteps):
     def _not_true(self, logits: Tensor, targets: Tensor) -> Tensor:
         """Log-probabilities of the classes other than each sample's own, ``[batch, classes - 1]``."""
         others = torch.arange(logits.shape[1] - 1, device=logits.device)
-        # Shifted by one from the sample's own class on, so that this class is left out.
+        # Indices from the sample's own class on are shifted by one, which leaves out this class.
         others = others + (others >= targets.unsqueeze(1)).long()
         return F.log_softmax(logits.gather(1, others) / self.temperature, dim=1)

@@ -82,7 +82,7 @@ class FedSB(CoreMethod):
 
     @override
     def drawn_in(self, name: str, round_number: int) -> int:
-        """For ``U`` and ``V``, the round itself, up to the first round after the search for subspaces; otherwise 0."""
+        """For ``U`` and ``V``, the current round, but at most the first after the subspace search; otherwise 0."""
         return min(round_number, self.subspace_rounds) if name in self._bases else 0
 
     @override

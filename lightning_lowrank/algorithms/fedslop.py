@@ -117,7 +117,7 @@ class FedSLoP(ChangesBase):
         return Message(sent)
 
     def drawn_in(self, name: str, round_number: int) -> int:
-        """For coefficients, the round itself, because each round has new subspaces; 0 for all other tensors."""
+        """For coefficients, the current round, because each round has new subspaces; 0 for all other tensors."""
         return round_number if name.startswith(_COEFFICIENTS) else 0
 
     @staticmethod

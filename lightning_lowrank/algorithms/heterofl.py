@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from lightning_lowrank.algorithms._capacity import PartAveraging, copy_blocks_into, leading, refuse_kept_moments
-from lightning_lowrank.arguments import listed
+from lightning_lowrank.arguments import join_names
 from lightning_lowrank.configuration import check_choice, check_number
 from lightning_lowrank.federated.algorithm import LocalStep, detached
 from lightning_lowrank.federated.capacities import Capacities, Capacity
@@ -53,7 +53,7 @@ class HeteroFL(PartAveraging):
     alone that hold its label, which ``last_layer="holders"`` does.
 
     Channels must keep their order: a network that concatenates, splits or shuffles them is sliced wrongly. This is
-    refused where the layers' sizes show it.
+    refused if the layers' sizes show it.
 
     Args:
         rates: Shares of the channels, in (0, 1]. The paper's by default; FedHM's comparison (arXiv:2111.14655) has
@@ -207,7 +207,7 @@ def _survey(module: nn.Module) -> tuple[dict[str, tuple[_Extent, ...]], list[nn.
     products = [layer for _, layer in layers if not isinstance(layer, _NORMS)]
     if len(products) < 2:
         raise MisconfigurationException(
-            "HeteroFL slices what is between a first and a last convolution or linear layer, and the module has"
+            "HeteroFL slices the channels between a first and a last convolution or linear layer, but the module has"
             f" {len(products)} such layers."
         )
     first, last = products[0], products[-1]
@@ -235,7 +235,7 @@ def _survey(module: nn.Module) -> tuple[dict[str, tuple[_Extent, ...]], list[nn.
 
 
 def _inputs(name: str, layer: nn.Module, previous: nn.Module | None, hidden: Mapping[int, None]) -> _Extent:
-    """The extent of a layer's input dimension, for all layers but the first; ``None`` if it is not sliced."""
+    """The channels of a layer's input and the entries for each; ``None`` if the input is not sliced."""
     if getattr(layer, "groups", 1) > 1:
         if layer.groups != layer.in_channels:
             _refuse(name, layer, f"has groups={layer.groups}: a slice of the channels is not a slice of the groups")
@@ -255,7 +255,7 @@ def _check_layer(name: str, layer: nn.Module) -> None:
         _refuse(name, layer, "normalises across channels, where channels that a client lacks would count as zeros")
     sliceable = type(layer) in (nn.Linear, *_CONVOLUTIONS) or isinstance(layer, _NORMS)
     if not sliceable or not {"weight", "bias"} >= own_parameters(layer).keys():
-        own = listed([key for key, value in own_parameters(layer).items() if value is not None])
+        own = join_names([key for key, value in own_parameters(layer).items() if value is not None])
         _refuse(
             name,
             layer,

@@ -19,7 +19,7 @@ class SCAFFOLD(Personal):
 
     A client's control variate :math:`c_i` is its mean gradient in its last round, the server's :math:`c` the mean of
     all. Both are 0 at first, and their difference is the client's drift. A client steps with
-    :math:`y \leftarrow y - \eta(g_i(y) - c_i + c)`, clipped afterwards where the trainer clips. After its last step,
+    :math:`y \leftarrow y - \eta(g_i(y) - c_i + c)`, clipped afterwards if the trainer clips. After its last step,
 
     .. math:: c_i^+ = c_i - c + \frac{x - y}{K\eta}, \qquad
         x \leftarrow x + \eta_g\,\overline{(y - x)}, \qquad

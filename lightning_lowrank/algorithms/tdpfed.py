@@ -283,7 +283,7 @@ def _each(stacks: Sequence[Tensor], apart: bool) -> list[Tensor]:
 
 
 def _named(factors: Mapping[str, Factors]) -> dict[str, Tensor]:
-    """The factors of all weights by their names in messages; a tensor that is its own factor keeps its name."""
+    """The factors of all weights by their names in messages; a tensor without factors keeps its name."""
     return {f"{name}.{key}" if key else name: value for name, each in factors.items() for key, value in each.items()}
 
 
@@ -304,7 +304,7 @@ def normal_equations(weight: Tensor, factors: Sequence[Tensor]) -> Iterator[tupl
             projected = matrix @ functools.reduce(_khatri_rao, factors[1:])
         else:
             if place == 1:
-                # The longest sum, over the first dimension, is the same for all factors but the first.
+                # The costliest contraction, over the first dimension, is shared by all factors but the first.
                 partial = (matrix.mT @ factors[0]).unflatten(first, sizes)
             projected = partial
             for other in reversed(range(1, len(factors))):
@@ -331,7 +331,7 @@ def factor_gradients(weight: Tensor, factors: Sequence[Tensor]) -> Iterator[Tens
     stacked = weight.ndim > len(factors)
     minus_product = torch.baddbmm if stacked else torch.addmm
     if len(factors) == 2:
-        # As by `normal_equations`, with the fewest calls: for a small weight, a call takes as long as its product.
+        # The same as `normal_equations` in fewer calls: for a small weight, a call's overhead exceeds its product.
         product = torch.bmm if stacked else torch.mm
         left, right = factors
         turned, left_turned, right_turned = weight.mT, left.mT, right.mT

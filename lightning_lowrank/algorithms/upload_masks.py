@@ -62,7 +62,7 @@ class UploadMask(OwnCodec, ABC):
 
     @abstractmethod
     def positions(self, description: Mapping[str, Tensor], count: int, total: int) -> Tensor:
-        """The positions by their description, in general ``count`` of ``total``."""
+        """The positions that the tensors of `describe` define, usually ``count`` of ``total``."""
 
     def upload_origin(
         self, base: Base, model: Mapping[str, Tensor], received: Mapping[str, Tensor]

@@ -28,14 +28,14 @@ class ConvergenceMonitor(Configured, Callback):
 
     - ``convergence/R``, ``convergence/P``, ``convergence/Q``: the smallest constants for which they hold;
     - ``convergence/R_gap``, ``convergence/P_gap``, ``convergence/Q_gap``: the excess over the smallest constants that
-      any common factors reach (the mean of products; the means of factors). Negative where clients receive factors that
+      any common factors reach (the mean of products; the means of factors). Negative if clients receive factors that
       are nearer to their own than any common ones;
     - ``convergence/aggregation_error``: :math:`\lVert E - \operatorname{mean}_i s B_i A_i \rVert_F` of the server's
       effective update :math:`E`, and ``convergence/broadcast_error``: the same of the clients' received update, as
       a root mean square;
     - ``convergence/effective_rank``: of :math:`E`, from the entropy of its singular values (Roy and Vetterli, 2007),
       and ``convergence/energy_beyond``: the share of its energy beyond the smallest client's rank, which tends to zero
-      where ranks collapse (Wu et al., 2026). Both are means over layers.
+      if ranks collapse (Wu et al., 2026). Both are means over layers.
 
     If clients keep a trained factor (``FedSA``), the server cannot measure it, and nothing is logged.
 

@@ -57,7 +57,7 @@ class DifferentialPrivacy(NeedsPoissonBatches, Configured, Callback):
         + \mathcal{N}(0, (z C)^2)\Big).
 
     The module's own ``training_step`` is called with batches of one sample, mapped over the batch by `torch.func.vmap`,
-    or one after another where it cannot be mapped. So a sample's loss must not depend on the
+    or one after another if it cannot be mapped. So a sample's loss must not depend on the
     other samples; a mean over the batch is fine. The gradient of the whole loss is clipped, including a method's own
     terms (``Algorithm.loss``). Logged figures are not protected, nor is other code that reads samples: see
     ``docs/privacy.md``.
@@ -163,14 +163,14 @@ class DifferentialPrivacy(NeedsPoissonBatches, Configured, Callback):
             raise MisconfigurationException("there are two DifferentialPrivacy callbacks: keep one.")
         if not module.automatic_optimization:
             raise MisconfigurationException(
-                "DifferentialPrivacy accounts one gradient of each batch, and the module optimizes manually: use"
+                "DifferentialPrivacy accounts for one gradient per batch, and the module optimizes manually: use"
                 " automatic optimization."
             )
         if trainer.accumulate_grad_batches != 1 or any(
             isinstance(each, GradientAccumulationScheduler) for each in trainer.callbacks
         ):
             raise MisconfigurationException(
-                "DifferentialPrivacy adds the noise of a step to each batch, and accumulated batches would have it"
+                "DifferentialPrivacy adds a whole step's noise to each batch, so that accumulated batches would add it"
                 " several times: set accumulate_grad_batches=1, a larger batch_size, and physical_batch_size for what"
                 " fits into memory."
             )
@@ -199,7 +199,8 @@ class DifferentialPrivacy(NeedsPoissonBatches, Configured, Callback):
             )
         if trainer.reload_dataloaders_every_n_epochs:
             raise MisconfigurationException(
-                "DifferentialPrivacy accounts batches of one training set, and reload_dataloaders_every_n_epochs may"
+                "DifferentialPrivacy accounts for batches of one training set, but reload_dataloaders_every_n_epochs"
+                " may"
                 " change it: leave it out."
             )
         self._restore.enter_context(source.replaced_by(_Lazy(self, trainer, source)))
@@ -223,14 +224,14 @@ class DifferentialPrivacy(NeedsPoissonBatches, Configured, Callback):
         for optimizer in trainer.optimizers:
             if isinstance(optimizer, torch.optim.LBFGS):
                 raise MisconfigurationException(
-                    "DifferentialPrivacy accounts one gradient of each batch, and LBFGS takes several: use another"
+                    "DifferentialPrivacy accounts for one gradient per batch, and LBFGS takes several: use another"
                     " optimizer."
                 )
         if self._loop is None:
             return
         if not inherits(self._loop.algorithm, "local_update"):
             raise MisconfigurationException(
-                "DifferentialPrivacy accounts one gradient of each batch, and"
+                "DifferentialPrivacy accounts for one gradient per batch, and"
                 f" {type(self._loop.algorithm).__name__} takes others or several of them (OwnSteps.local_update): use"
                 " a method that leaves the optimizer's step as it is, such as FedAvg()."
             )
@@ -336,7 +337,7 @@ class DifferentialPrivacy(NeedsPoissonBatches, Configured, Callback):
         place = self._place(trainer)
         if place == self._last:
             raise MisconfigurationException(
-                "DifferentialPrivacy accounts one gradient of each batch, and a second one of the same batch was asked"
+                "DifferentialPrivacy accounts for one gradient per batch, and a second one of the same batch was asked"
                 f" for: {', '.join(type(each).__name__ for each in trainer.optimizers)} or a callback calls the"
                 " training step again. Use an optimizer that takes one gradient a step."
             )
@@ -414,14 +415,15 @@ class DifferentialPrivacy(NeedsPoissonBatches, Configured, Callback):
         assert self.target_epsilon is not None
         if self._loop is not None and isinstance(self._loop.exchange, SiteExchange):
             raise MisconfigurationException(
-                "target_epsilon alone finds the noise for the steps that a run will make, and a site does not know in"
+                "target_epsilon alone determines the noise from the run's number of steps, but a site does not know in"
                 " which rounds it will take part: give noise_multiplier too."
             )
         steps: dict[int, int] = {}
         epochs, most = trainer.max_epochs, trainer.max_steps
         if epochs == -1 and (most == -1 or self._loop is not None):
             raise MisconfigurationException(
-                "target_epsilon alone finds the noise for the number of steps, and max_epochs=-1 has no end: set"
+                "target_epsilon alone determines the noise from the number of steps, which max_epochs=-1 does not"
+                " bound: set"
                 " max_epochs, or give noise_multiplier too."
             )
         if self._loop is None:

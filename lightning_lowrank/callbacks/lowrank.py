@@ -17,7 +17,7 @@ from lightning.pytorch.utilities.model_helpers import is_overridden
 from rich.console import Console
 from torch import Tensor
 
-from lightning_lowrank.arguments import Configured, arguments_of, check_number, listed
+from lightning_lowrank.arguments import Configured, arguments_of, check_number, join_names
 from lightning_lowrank.federated.checks import check_factor_gradients, check_optimizers
 from lightning_lowrank.internals.lightning import check_namespace, refuse_unseen_steps
 from lightning_lowrank.interop.peft_layout import Outline, outline
@@ -56,8 +56,8 @@ class LowRank(Configured, Callback):
     transformers' ``Conv1D`` can be converted; see `lightning_lowrank.layers.convert`.
 
     In role ``"update"`` the factors are a change to a frozen weight, :math:`W + f(U, V)`; in role ``"weight"`` they are
-    the weight, :math:`f(U, V)`. Parameters of other layers stay trained. What is frozen (``requires_grad=False``), such
-    as a teacher, stays as it is; set ``convert_frozen`` for LoRA on a base that you froze yourself.
+    the weight, :math:`f(U, V)`. Parameters of other layers stay trained. Frozen layers (``requires_grad=False``), such
+    as those of a teacher, stay dense; set ``convert_frozen`` for LoRA on a base that you froze yourself.
 
     After ``fit`` the module keeps its low-rank layers; `lightning_lowrank.recover` makes them dense again and
     `load_dense` does so from a checkpoint. A class whose layers are converted here cannot be read by
@@ -76,7 +76,7 @@ class LowRank(Configured, Callback):
 
     Attributes:
         settings: The settings as one object.
-        conversion: What was done, layer by layer; ``None`` before the conversion.
+        conversion: The conversion's report, layer by layer; ``None`` before the conversion.
 
     Raises:
         MisconfigurationException: If an argument is out of range or excludes another. In ``setup``, if the arguments do
@@ -147,9 +147,9 @@ class LowRank(Configured, Callback):
         self._added = self._made_later(pl_module)
         if self._added:
             rank_zero_warn(
-                f"LowRank: {listed(self._added)} came into {type(pl_module).__name__} after its layers were converted,"
-                " and stays as it is. To have it converted as well, call lightning_lowrank.recover(module) before"
-                " fit()."
+                f"LowRank: {join_names(self._added)} was added to {type(pl_module).__name__} after its layers were"
+                " converted, and is not converted. To convert it as well, call lightning_lowrank.recover(module)"
+                " before fit()."
             )
         done: _Converted = pl_module.lowrank_conversion  # type: ignore[assignment]
         if self.summary and not done.printed:
@@ -174,7 +174,8 @@ class LowRank(Configured, Callback):
             gone = _gone(module, done.conversion)
             if gone:
                 raise MisconfigurationException(
-                    f"this module was already converted, and {listed(gone)} has been replaced by another layer since:"
+                    f"this module was already converted, and {join_names(gone)} has been replaced by another layer"
+                    " since:"
                     " call lightning_lowrank.recover(module) first, so that all layers are converted again."
                 )
             if self._given_seed not in (None, done.seed):
@@ -217,10 +218,10 @@ class LowRank(Configured, Callback):
         late = [name for name in self._made_later(module) if name not in self._added]
         if gone or late:
             raise MisconfigurationException(
-                f"LowRank: {type(module).__name__} has made {listed(gone or late)} after its layers were converted,"
+                f"LowRank: {type(module).__name__} has made {join_names(gone or late)} after its layers were converted,"
                 " so that it would be trained dense. Lightning calls configure_model() again after LowRank has, and"
                 " setup() of modules after that of callbacks: make the layers in __init__(), or in configure_model()"
-                " where they are not there yet"
+                " if they do not exist yet"
                 + ("." if gone else "; or list the layers to convert in include, to keep these dense.")
             )
 
@@ -308,7 +309,8 @@ def _refuse_other_layers(module: torch.nn.Module, state: Mapping[str, Any], pref
     dense = [name for name in layers if f"{name}.weight" in state and not _has_factors(name, state)]
     if layers and len(dense) == len(layers):
         raise MisconfigurationException(
-            f"the checkpoint's layers are dense, and LowRank has converted {listed(dense)}: load its weights into the"
+            f"the checkpoint's layers are dense, and LowRank has converted {join_names(dense)}: load its weights into"
+            " the"
             " module before the fit, by module.load_state_dict(torch.load(path)['state_dict']), and leave out"
             " ckpt_path, so that LowRank converts them."
         )

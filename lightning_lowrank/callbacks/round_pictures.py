@@ -34,9 +34,9 @@ class RoundPictures(Callback):
 
     Args:
         every_n_rounds: Number of rounds between two drawings. Default: pictures are drawn when the fit has ended alone.
-        monitor: Name of the logged metric that is drawn. By default what a callback such as ``ModelCheckpoint`` or a
-            scheduler monitors, else the first of ``val_acc``, ``val_accuracy``, ``test_acc`` and ``val_loss`` that is
-            logged (or with ``valid`` or ``validation``), else another metric of validation.
+        monitor: Name of the logged metric that is drawn. By default the figure that a callback such as
+            ``ModelCheckpoint`` or a scheduler monitors, else the first of ``val_acc``, ``val_accuracy``, ``test_acc``
+            and ``val_loss`` that is logged (or with ``valid`` or ``validation``), else another metric of validation.
 
     Raises:
         MisconfigurationException: If ``every_n_rounds`` is less than 1.
@@ -128,7 +128,7 @@ def _to_tensorboard(logger: TensorBoardLogger, pictures: Mapping[str, bytes], st
     from matplotlib.image import imread
 
     for name, png in pictures.items():
-        # Without an alpha channel, which browsers show on a dark background.
+        # Convert without an alpha channel: browsers show transparent pictures on a dark background.
         pixels = imread(io.BytesIO(png))[..., :3]
         logger.experiment.add_image(f"pictures/{name}", pixels, step, dataformats="HWC")
 

@@ -17,7 +17,7 @@ from rich import get_console
 from rich.progress import BarColumn, Progress, TextColumn
 from torch import Tensor
 
-from lightning_lowrank.arguments import listed
+from lightning_lowrank.arguments import join_names
 from lightning_lowrank.configuration import check_choice
 from lightning_lowrank.internals.lightning import NewFigures, check_namespace
 from lightning_lowrank.metric_direction import direction, judged_by, monitors_of
@@ -43,11 +43,12 @@ class RoundProgress(Callback):
     Args:
         steps: Show Lightning's bars too: the steps of the round, and validation. Rich shows them above this one.
             Between the two bars tqdm leaves a line for validation. In text they are never shown.
-        monitor: Name of the logged metric whose best value is shown. By default what a callback such as
+        monitor: Name of the logged metric whose best value is shown. By default the figure that a callback such as
             ``ModelCheckpoint`` or a scheduler monitors, else the first of ``val_acc``, ``val_accuracy``, ``test_acc``
             and ``val_loss`` that is logged (or with ``valid`` or ``validation``), else another metric of validation.
-            Whether higher is better, its name says or what monitors it. Where neither does, the last value is shown.
-        form: ``"bar"``, ``"lines"``, ``"none"`` for nothing, or ``"auto"``: a bar where one can be drawn, else lines.
+            Its name, or the callback or scheduler that monitors it, says whether higher is better. If neither does, the
+            last value is shown.
+        form: ``"bar"``, ``"lines"``, ``"none"`` for nothing, or ``"auto"``: a bar if one can be drawn, else lines.
             A progress bar that is neither Rich's nor tqdm's stays; this callback then prints lines.
 
     Raises:
@@ -207,7 +208,7 @@ class RoundProgress(Callback):
                 self._warned = True
                 rank_zero_warn(
                     f"RoundProgress(monitor={self.monitor!r}) shows no figure: the rounds so far have logged"
-                    f" {listed(sorted(logged))}."
+                    f" {join_names(sorted(logged))}."
                 )
             return
         if not self._observed:

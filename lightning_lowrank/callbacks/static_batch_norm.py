@@ -90,7 +90,7 @@ class StaticBatchNorm(Configured, Callback, CompletesModels):
         if loop is not None and loop.privacy is not None:
             raise MisconfigurationException(
                 f"StaticBatchNorm computes statistics of all clients' samples, and {loop.privacy!r} adds no noise to"
-                " them: take GroupNorm in the place of BatchNorm, or leave one of them out."
+                " them: replace BatchNorm by GroupNorm, or leave out one of the two."
             )
         self._layers = [
             layer for layer in pl_module.modules() if isinstance(layer, BATCH_NORMS) and layer.track_running_stats
@@ -108,13 +108,14 @@ class StaticBatchNorm(Configured, Callback, CompletesModels):
             if isinstance(callback, (WeightAveraging, StochasticWeightAveraging)):
                 raise MisconfigurationException(
                     f"StaticBatchNorm recomputes the statistics of the weights that are trained, and"
-                    f" {type(callback).__name__} validates and ends with averaged ones: leave out one of them."
+                    f" {type(callback).__name__} validates and ends with averaged weights: leave out one of the two"
+                    " callbacks."
                 )
         self._loader = self._fresh_at = self._models = None
         self._begin(0)
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Set tracking by the epoch at which a fit is resumed, and call ``forward`` once to see that it works."""
+        """Set tracking for the epoch at which the fit starts or resumes, and check that ``forward`` works."""
         self._try_forward(trainer, pl_module)
         self._begin(trainer.current_epoch)
 
@@ -182,10 +183,10 @@ class StaticBatchNorm(Configured, Callback, CompletesModels):
                 module(inputs)
         except (AttributeError, LookupError, TypeError, ValueError) as error:
             raise MisconfigurationException(
-                "StaticBatchNorm recomputes statistics by the module's forward(inputs), with the first entry of a"
-                f" batch that is a tuple or list and all of any other, and {type(module).__name__}.forward() fails on"
-                f" that ({type(error).__name__}: {error}). Batches are {describe(batch)}: write a forward(batch) that"
-                " takes them, or have the dataset give (inputs, targets)."
+                "StaticBatchNorm recomputes statistics by forward(inputs), where inputs is the batch or, if that is a"
+                f" tuple or list, its first entry, but {type(module).__name__}.forward() fails on them"
+                f" ({type(error).__name__}: {error}). Batches are {describe(batch)}: write a forward(batch) that"
+                " accepts them, or have the dataset return (inputs, targets)."
             ) from error
         finally:
             randomness.release()

@@ -16,8 +16,8 @@ from torch import Tensor, nn
 from lightning_lowrank.arguments import Configured
 from lightning_lowrank.internals.lightning import check_namespace
 from lightning_lowrank.internals.peft import peft_parameters
-from lightning_lowrank.internals.torch import digest_of, written
-from lightning_lowrank.interop.checkpoints import TRAINED_CHECKPOINTS, put_back
+from lightning_lowrank.internals.torch import digest_of, memory_fingerprint
+from lightning_lowrank.interop.checkpoints import TRAINED_CHECKPOINTS, restore_frozen
 from lightning_lowrank.layers import low_rank_layers
 
 _SHARDED = (FSDPStrategy, DeepSpeedStrategy, ModelParallelStrategy)
@@ -89,7 +89,7 @@ class TrainedCheckpoints(Configured, Callback):
         self._changed |= {
             name for name, value in self._base.items() if name in state and not _equal(value.detach(), state[name])
         }
-        self._digests = put_back(checkpoint, own, "the module that was given to the trainer")
+        self._digests = restore_frozen(checkpoint, own, "the module that was given to the trainer")
 
     def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Remember which parameters are frozen."""
@@ -106,11 +106,13 @@ class TrainedCheckpoints(Configured, Callback):
         self._base = {name: value for name, value in named if not value.requires_grad and value not in drawn}
 
     def _mark(self) -> None:
-        self._marks = {name: written(value) for name, value in self._base.items()}
+        self._marks = {name: memory_fingerprint(value) for name, value in self._base.items()}
 
     def _note_changes(self) -> None:
         self._note_trained()
-        self._changed |= {name for name, value in self._base.items() if written(value) != self._marks.get(name)}
+        self._changed |= {
+            name for name, value in self._base.items() if memory_fingerprint(value) != self._marks.get(name)
+        }
 
     def _note_trained(self) -> None:
         # Fused optimizers write without increasing a tensor's version.

@@ -5,7 +5,7 @@
 - `suggestions`: corrections of misspelt names in a recipe.
 - `commands`: the commands. `overview`: their help.
 - `inspection`: a run's layers, bytes and problems.
-- `runs`: what runs left behind, read from their folders.
+- `runs`: the folders of runs.
 - `report`: their table. `plots`: their curves.
 """
 

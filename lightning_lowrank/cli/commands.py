@@ -134,13 +134,14 @@ def _export(parser: argparse.ArgumentParser, words: list[str]) -> None:
         "--config",
         action="append",
         help="the run's config.yaml, or its recipe's path or name, which builds the module that the run began with: for"
-        " adapters of runs that changed frozen weights or that PEFT wrapped, and what TrainedCheckpoints leaves out",
+        " adapters of runs that changed frozen weights or that PEFT wrapped, and for weights that TrainedCheckpoints"
+        " leaves out",
     )
     options = parser.parse_args(words)
     import torch
     from safetensors.torch import save_file
 
-    from lightning_lowrank.arguments import listed
+    from lightning_lowrank.arguments import join_names
     from lightning_lowrank.configuration import misconfigured
     from lightning_lowrank.extras import import_extra
     from lightning_lowrank.interop.checkpoints import adapter_checkpoint, check_is_file, dense_checkpoint, writable
@@ -171,7 +172,7 @@ def _export(parser: argparse.ArgumentParser, words: list[str]) -> None:
     )
     if not weights:
         names = sorted(name for name, value in found.items() if isinstance(value, torch.Tensor))
-        raise misconfigured(f"no tensor's name begins with --prefix {options.prefix!r}: they are {listed(names)}.")
+        raise misconfigured(f"no tensor's name begins with --prefix {options.prefix!r}: they are {join_names(names)}.")
     if options.output.exists() and options.output.samefile(options.checkpoint):
         raise misconfigured(f"{options.output} is the checkpoint itself: give another path to write to.")
     with replacing(options.output) as part:
@@ -180,7 +181,7 @@ def _export(parser: argparse.ArgumentParser, words: list[str]) -> None:
     print(f"wrote {len(weights)} tensors, {numbers:,} numbers: {options.output}")
     objects = [name for name, value in found.items() if name.startswith(prefix) and not isinstance(value, torch.Tensor)]
     if objects:
-        print(f"left out, because a .safetensors file holds tensors alone: {listed(objects)}")
+        print(f"left out, because a .safetensors file holds tensors alone: {join_names(objects)}")
 
 
 def _push(parser: argparse.ArgumentParser, words: list[str]) -> None:
@@ -295,7 +296,8 @@ def _approve(parser: argparse.ArgumentParser, words: list[str]) -> None:
         yes = options.yes or input("Approve? [y/N] ").strip().lower() in ("y", "yes")
     except EOFError:
         raise misconfigured(
-            "nothing was approved, for no input can be read: --yes approves without a question."
+            "nothing was approved, because no answer can be read from standard input: give --yes to approve without a"
+            " question."
         ) from None
     if not yes:
         raise misconfigured("nothing was approved.")
@@ -311,7 +313,7 @@ def _flower(parser: argparse.ArgumentParser, words: list[str]) -> None:
         step(_Parser(prog=f"{parser.prog} {words[0]}"), words[1:])
         return
     parser.epilog = (
-        "`flower resolve RECIPE` writes the file alone that sites approve; `flower approve FILE --policy POLICY` shows"
+        "`flower resolve RECIPE` writes only the file that sites approve; `flower approve FILE --policy POLICY` shows"
         " it at a site, and keeps it."
     )
     parser.add_argument(
@@ -361,4 +363,4 @@ _WITHOUT_MODEL: dict[str, tuple[Callable[[argparse.ArgumentParser, list[str]], N
         " `flower approve`.",
     ),
 }
-"""The commands that need no model section: what each does, and a summary for the help."""
+"""The commands that need no model section: its function, and a summary for the help."""

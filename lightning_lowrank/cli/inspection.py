@@ -67,7 +67,7 @@ def inspect_run(
           ``parameters`` and ``buffers``, and ``bytes`` of the encoding. A client of smaller size or rank has less.
           Later rounds may have more or less: a seed, changes of frozen weights that the server announces, other
           factors in turn. Empty without ``loop``.
-        - ``optimizer_state_bytes``: bytes of the optimizers' state for the trained parameters; None where
+        - ``optimizer_state_bytes``: bytes of the optimizers' state for the trained parameters; None if
           ``configure_optimizers`` cannot run without a trainer.
         - ``problems``: what would stop the run or leave something untrained.
         - ``notes``: what to know about the module in rounds, and what could not be checked.

@@ -1,4 +1,4 @@
-"""Tables that write themselves as text, HTML, Markdown, CSV and LaTeX, and the page of a report.
+"""Tables in text, HTML, Markdown, CSV and LaTeX, and the page of a report.
 
 Run folders may come from anyone: every text is written as the format's own text, never as markup or a formula.
 """
@@ -19,7 +19,7 @@ from rich.box import SIMPLE_HEAD
 from rich.console import Console, JustifyMethod
 from rich.text import Text
 
-from lightning_lowrank.arguments import printable, without_formula
+from lightning_lowrank.arguments import escape_formula, printable
 
 _STYLE = """
 body { font: 16px/1.5 system-ui, sans-serif; color: #1a1a1a; background: #fff; }
@@ -145,7 +145,7 @@ def _markdown(text: str) -> str:
 
 
 def _cell(text: str) -> str:
-    return without_formula(printable(text.replace("\n", " ")))
+    return escape_formula(printable(text.replace("\n", " ")))
 
 
 def _latex(text: str) -> str:
@@ -157,9 +157,9 @@ class Page:
     """The contents of a report's page.
 
     Args:
-        title: What was compared.
+        title: The subject of the comparison.
         answers: Sentences that say which run is best.
-        notes: Sentences on what is left out, and why.
+        notes: Sentences on the runs that are left out, with reasons.
         tables: The tables by their titles: the figures first, without a title.
         pictures: PNG files by name. A picture called ``…_narrow`` takes the place of another one on narrow screens.
     """
@@ -173,7 +173,7 @@ class Page:
     def html(self) -> str:
         """An HTML page that contains its pictures and needs no other file, server or network.
 
-        It has no script, and its Content-Security-Policy lets a browser load nothing but what it holds.
+        It has no script, and its Content-Security-Policy lets a browser load only the page's own content.
         """
         digest = base64.b64encode(hashlib.sha256(_STYLE.encode()).digest()).decode()
         policy = f"default-src 'none'; img-src data:; style-src 'sha256-{digest}'; base-uri 'none'; form-action 'none'"

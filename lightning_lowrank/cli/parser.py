@@ -62,7 +62,7 @@ from lightning_lowrank.federated.safe_files import WholeCheckpoints, check_whole
 from lightning_lowrank.internals.cli import SubcommandCLI
 
 JSONARGPARSE = SpecifierSet(">=4.52,<5")
-"""The bound of the extra ``cli``. The rest of the package works beside any release of jsonargparse."""
+"""The bound of the extra ``cli``. The rest of the package works with any release of jsonargparse installed."""
 _RUN_LOGGER = {"class_path": "lightning.pytorch.loggers.CSVLogger", "init_args": {"save_dir": "runs", "name": None}}
 
 _PARSER_NOISE = (
@@ -186,7 +186,7 @@ class RecipeParser(LightningArgumentParser):
     def error(self, message: str, ex: Exception | None = None) -> NoReturn:
         """Exit with one line in place of jsonargparse's list of every option and every type it tried."""
         if self.exit_on_error and "JSONARGPARSE_DEBUG" not in os.environ:
-            said = " ".join(_telling(message))
+            said = " ".join(_useful_lines(message))
             said = said.replace("Expected a dot import path string:", "no class is known as")
             # Only `seeds` takes several words, and jsonargparse's message does not name the option.
             said = said.replace("'int' object is not iterable", "seeds must be a list such as [0, 1, 2]")
@@ -194,7 +194,7 @@ class RecipeParser(LightningArgumentParser):
         super().error(message, ex)
 
 
-def _telling(message: str) -> list[str]:
+def _useful_lines(message: str) -> list[str]:
     """The useful lines of jsonargparse's message, with the value that was given."""
     useful: list[str] = []
     # The innermost value comes first; the outer ones are whole sections.
@@ -364,7 +364,7 @@ class LowRankCLI(SubcommandCLI):
         _write_below_root(section["trainer"])
         path = section.get("ckpt_path")
         if path and path not in _CHECKPOINT_NAMES and "://" not in path and not Path(path).exists():
-            raise MisconfigurationException(f"ckpt_path={path!r} is not there.")
+            raise MisconfigurationException(f"ckpt_path={path!r} does not exist.")
 
     def instantiate_classes(self) -> None:
         """Build model, data, callbacks and trainer; an error that our classes raise keeps only its own message."""
@@ -385,7 +385,7 @@ class LowRankCLI(SubcommandCLI):
     def instantiate_trainer(self, **kwargs: Any) -> pl.Trainer:
         """Put the two callbacks before all others, which may read weights, and have checkpoints written whole.
 
-        A federated run gets `RoundProgress`. Where it is not shown, it still keeps the best figure in checkpoints. If
+        A federated run gets `RoundProgress`. If it is not shown, it still keeps the best figure in checkpoints. If
         one of its loggers shows images, it gets `RoundPictures`.
         """
         section = _section(self.config_init)
@@ -424,9 +424,7 @@ class LowRankCLI(SubcommandCLI):
                 )
             return
         if is_overridden("configure_optimizers", self.model):
-            rank_zero_warn(
-                f"the `optimizer:` section takes the place of {type(self.model).__name__}.configure_optimizers()."
-            )
+            rank_zero_warn(f"the `optimizer:` section replaces {type(self.model).__name__}.configure_optimizers().")
 
         def build(module: pl.LightningModule) -> Any:
             optimizer = instantiate_class(module.parameters(), optimizer_init)

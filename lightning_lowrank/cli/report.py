@@ -17,7 +17,7 @@ from pathlib import Path
 import numpy as np
 from rich.console import Console
 
-from lightning_lowrank.arguments import listed, printable
+from lightning_lowrank.arguments import join_names, printable
 from lightning_lowrank.cli.pages import Column, Page, Table
 from lightning_lowrank.cli.runs import (
     Run,
@@ -25,27 +25,27 @@ from lightning_lowrank.cli.runs import (
     as_number,
     curve,
     describe,
-    differing,
+    differing_settings,
     find_runs,
-    found_in,
     group_by_seed,
     mean_and_deviation,
     monitors,
+    nested_argument,
     setting_text,
     short_names,
 )
 from lightning_lowrank.configuration import check_integer, misconfigured
 from lightning_lowrank.interop.files import replacing
-from lightning_lowrank.metric_direction import USUAL, direction, usual
+from lightning_lowrank.metric_direction import USUAL, direction, usual_metric
 from lightning_lowrank.plots import draw
-from lightning_lowrank.units import bytes_text, fixed, percent
+from lightning_lowrank.units import bytes_text, format_decimals, percent
 
 _UNITS = {"B": 1, **{f"{prefix}B": 1000**power for power, prefix in enumerate(("k", "M", "G", "T"), start=1)}}
 _UNITS |= {f"{prefix}iB": 1024**power for power, prefix in enumerate(("K", "M", "G", "T"), start=1)}
 _MOST_SETTINGS = 8
 _SHOWN_CLIENTS = 20
 _MANIFEST = ".report"
-"""The file that lists what a report has written into its folder."""
+"""The file that lists the files of a report in its folder."""
 
 Groups = Mapping[str, Sequence[Run]]
 Figure = Callable[[Run], float | None]
@@ -89,16 +89,16 @@ def report(
     is left empty. The pictures show their mean, with a band of one standard deviation, over the rounds that all of them
     logged. docs/howto/compare.md defines each figure.
 
-    Further tables have the settings of each row's first run and all that differs, and the clients that it judged last,
-    the worst first, 20 at most.
+    Further tables have the settings of each row's first run and all that differs, and the clients that it evaluated
+    last, the worst first, 20 at most.
 
     Args:
         paths: Run folders, or folders that hold some. Runs that did not log ``metric``, or only evaluated, as a
             ``test`` run, are left out with a message.
         metric: Name of the logged metric to compare; by default the first of ``val_acc``, ``val_accuracy``,
-            ``test_acc``, ``val_loss`` that a run has, or another metric of validation. Whether it is better when lower,
-            its name says and what monitors it in the runs' configurations; if neither does, no best value is shown, and
-            a line says why.
+            ``test_acc``, ``val_loss`` that a run has, or another metric of validation. Its name, or the callback that
+            monitors it in the runs' configurations, says whether higher is better; if neither does, no best value is
+            shown, and a line says why.
         output: Folder for ``report.html``, a page that holds everything and needs no other file; ``report.md``,
             ``report.csv`` (all digits) and ``report.tex``; and the pictures. Created if it does not exist. Files of an
             earlier report there are replaced or removed, and no others.
@@ -127,7 +127,7 @@ def report(
         check_integer("rounds", rounds)
         found = [run.first(rounds) for run in found]
     known = sorted({name for run in found for name in (*run.figures, *run.evaluated)})
-    metric = metric or usual(known)
+    metric = metric or usual_metric(known)
     if metric is None or metric not in known:
         why = [f"{run.folder}/metrics.csv cannot be read: {run.problem}" for run in found if run.problem]
         raise misconfigured(
@@ -154,8 +154,8 @@ def report(
             lacks = f"its metrics.csv has no round{first} that can be read" + f" ({run.problem})" * bool(run.problem)
             lacks = f"it logged no {metric}" if run.count else lacks
             notes.append(f"{run.folder} is left out: {lacks if run.trained else 'it only evaluated a model'}")
-        elif run.went_on:
-            began = f"went on from another run in round {run.began}"
+        elif run.continues:
+            began = f"went on from another run in round {run.first_round}"
             notes.append(f"{run.folder} {began}: its figures are of the rounds from there on")
     folders = ["\n".join(str(run.folder) for run in group) for group in groups.values()]
     tables = {
@@ -192,7 +192,9 @@ def _write(folder: Path, files: Mapping[str, bytes]) -> list[Path]:
     earlier = set(manifest.read_text("utf-8").splitlines()) if manifest.is_file() else set()
     others = [name for name in files if name not in earlier and (folder / name).exists()]
     if others:
-        raise misconfigured(f"no report has written {listed(others)} in {folder}: give --output another folder.")
+        raise misconfigured(
+            f"{folder} already has {join_names(others)}, which no earlier report wrote: give --output another folder."
+        )
     folder.mkdir(parents=True, exist_ok=True)
     with replacing(manifest) as part:
         part.write_text("\n".join(sorted(earlier | files.keys())), "utf-8")
@@ -241,7 +243,7 @@ class Goal:
             values, target = values.astype(np.float32), np.float32(self.target)
         places = np.flatnonzero(values >= target if self.higher else values <= target)
         # A run that continues another run may have reached the target there already.
-        return None if not len(places) or (run.went_on and places[0] == 0) else int(rounds[places[0]]) + 1
+        return None if not len(places) or (run.continues and places[0] == 0) else int(rounds[places[0]]) + 1
 
     def until(self, run: Run, name: str, unit: float = 1) -> float | None:
         """The value of a figure in the round that reached the target; without a name, the round's number."""
@@ -318,7 +320,7 @@ def _results(groups: Groups, goal: Goal) -> Table:
                 add(f"{model}\n{suffix.removeprefix('_') or _judged(metric)}", name, 1, four, optional=False)
     for title, name, unit, form in (
         ("rounds", "", 1, _whole),
-        ("MB", "comm/total_bytes", 1e6, fixed),
+        ("MB", "comm/total_bytes", 1e6, format_decimals),
         ("simulated s", "system/seconds", 1, "{:.1f}".format),
     ):
         if goal.target is not None and (not name or any(run.last(name) is not None for run in runs)):
@@ -328,9 +330,9 @@ def _results(groups: Groups, goal: Goal) -> Table:
         limit = goal.budget
         title = f"in {bytes_text(limit)} (round)\n{metric}"
         table.append(_with_round(groups, title, lambda run: goal.best(run, limit)))
-    add("MB\nup", "comm/total_up_bytes", 1e6, fixed, optional=False)
-    add("MB\ndown", "comm/total_down_bytes", 1e6, fixed, optional=False)
-    add("MB\nidle", "comm/total_idle_down_bytes", 1e6, fixed)
+    add("MB\nup", "comm/total_up_bytes", 1e6, format_decimals, optional=False)
+    add("MB\ndown", "comm/total_down_bytes", 1e6, format_decimals, optional=False)
+    add("MB\nidle", "comm/total_idle_down_bytes", 1e6, format_decimals)
     add("of dense\nFedAvg", "comm/ratio", 1, percent, optional=False)
     add("simulated\ns", "system/seconds", 1, "{:.1f}".format)
     for constant in ("R", "P", "Q"):
@@ -367,17 +369,17 @@ def _clients(groups: Groups, goal: Goal) -> Table:
 def _settings(groups: Groups) -> Table:
     """The usual settings, such as model and learning rate, followed by other settings that differ."""
     first = [group[0] for group in groups.values()]
-    loops = [found_in(run.config, "federated") for run in first]
+    loops = [nested_argument(run.config, "federated") for run in first]
 
     def size(layer: object) -> str:
-        sizes = (f"{name}={found_in(layer, name)}" for name in ("rank", "budget", "ratio", "rank_ratio"))
-        flags = (name for name in ("decouple", "half_frozen") if found_in(layer, name) is True)
-        parts = (describe(found_in(layer, "factorization")), found_in(layer, "role"))
+        sizes = (f"{name}={nested_argument(layer, name)}" for name in ("rank", "budget", "ratio", "rank_ratio"))
+        flags = (name for name in ("decouple", "half_frozen") if nested_argument(layer, name) is True)
+        parts = (describe(nested_argument(layer, "factorization")), nested_argument(layer, "role"))
         given = [str(part) for part in parts if part] + [each for each in sizes if not each.endswith("=None")]
         return ", ".join([*given, *flags])
 
     def clients(loop: object) -> str:
-        drawn, of = (found_in(loop, name) for name in ("clients_per_round", "clients"))
+        drawn, of = (nested_argument(loop, name) for name in ("clients_per_round", "clients"))
         # A float is a share of the clients.
         number = f"{100 * drawn:g}%" if type(drawn) is float else describe(drawn)
         return " of ".join(each for each in (number, describe(of)) if each)
@@ -393,13 +395,16 @@ def _settings(groups: Groups) -> Table:
     table = Table(
         [
             Column("run", list(groups)),
-            Column("method", [describe(found_in(loop, "algorithm")) for loop in loops]),
-            Column("low-rank layers", [size(found_in(run.config, "lowrank")) for run in first]),
-            Column("partition", [describe(found_in(loop, "partition")) for loop in loops]),
+            Column("method", [describe(nested_argument(loop, "algorithm")) for loop in loops]),
+            Column("low-rank layers", [size(nested_argument(run.config, "lowrank")) for run in first]),
+            Column("partition", [describe(nested_argument(loop, "partition")) for loop in loops]),
             Column("clients\nper round", [clients(loop) for loop in loops]),
-            *(Column(name, [describe(found_in(loop, name)) for loop in loops]) for name in ("uplink", "downlink")),
             *(
-                Column(name, [describe(found_in(run.config, name), depth=1) for run in first])
+                Column(name, [describe(nested_argument(loop, name)) for loop in loops])
+                for name in ("uplink", "downlink")
+            ),
+            *(
+                Column(name, [describe(nested_argument(run.config, name), depth=1) for run in first])
                 for name in ("model", "data")
             ),
             Column("batch size", [named(run, "batch_size") for run in first]),
@@ -449,7 +454,7 @@ def _others(groups: Groups, columns: Sequence[Sequence[str]]) -> list[str]:
 
     return [
         path
-        for path in differing(list(groups.values()))
+        for path in differing_settings(list(groups.values()))
         if not path.endswith("summary")
         and not path.startswith("trainer.enable_")
         and not (path.startswith(summed_up) and distinguished(path))

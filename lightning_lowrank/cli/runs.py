@@ -17,7 +17,7 @@ from typing import Any, NamedTuple, TextIO
 import numpy as np
 import yaml
 
-from lightning_lowrank.arguments import printable, without_formula
+from lightning_lowrank.arguments import escape_formula, printable
 from lightning_lowrank.configuration import misconfigured
 from lightning_lowrank.metric_direction import Monitor
 from lightning_lowrank.run_metadata import read_metadata, read_software
@@ -142,24 +142,28 @@ class Run:
         for row in found:
             name = row.get("client", "")
             # The apostrophe before a formula is not part of the client's name.
-            if name.startswith("'") and without_formula(name[1:]) == name:
+            if name.startswith("'") and escape_formula(name[1:]) == name:
                 row["client"] = name[1:]
         return found
 
     @property
-    def began(self) -> int | None:
+    def first_round(self) -> int | None:
         """The number of the first round, if it is known."""
         return int(self.metadata["first_round"][0]) if "first_round" in self.metadata else None
 
     @property
-    def went_on(self) -> bool:
+    def continues(self) -> bool:
         """Whether the run continues another run, whose first rounds are in that run's folder."""
-        return self.began is not None and self.began > 1
+        return self.first_round is not None and self.first_round > 1
 
     @property
     def seconds(self) -> float | None:
         """The seconds of all rounds; ``None`` for a run that was killed or cut, or continues another."""
-        return self.metadata["seconds"][0] if "seconds" in self.metadata and self.began == 1 and not self.cut else None
+        return (
+            self.metadata["seconds"][0]
+            if "seconds" in self.metadata and self.first_round == 1 and not self.cut
+            else None
+        )
 
     @cached_property
     def software(self) -> dict[str, str]:
@@ -386,9 +390,9 @@ def monitors(runs: Iterable[Run]) -> list[Monitor]:
     """The figures that callbacks in the runs' configurations monitor."""
     found = set()
     for run in runs:
-        callbacks = found_in(run.config, "trainer", "callbacks")
+        callbacks = nested_argument(run.config, "trainer", "callbacks")
         for callback in callbacks if isinstance(callbacks, list) else [callbacks]:
-            monitor, mode = (found_in(callback, name) for name in ("monitor", "mode"))
+            monitor, mode = (nested_argument(callback, name) for name in ("monitor", "mode"))
             if monitor and mode in ("min", "max") and "class_path" in callback:
                 found.add(Monitor(str(callback["class_path"]).rpartition(".")[2], str(monitor), mode))
     return sorted(found)
@@ -397,7 +401,7 @@ def monitors(runs: Iterable[Run]) -> list[Monitor]:
 def run_figures(run: Run) -> dict[str, str | float]:
     """The rows of a model card by name: a run's method, rounds, clients, bytes and last values."""
     found: dict[str, str | float] = {}
-    algorithm = found_in(run.config, "federated", "algorithm")
+    algorithm = nested_argument(run.config, "federated", "algorithm")
     if algorithm is not None:
         found["algorithm"] = describe(algorithm)
     if run.count:
@@ -520,7 +524,7 @@ def _seed(group: Sequence[Run]) -> str:
     return f", seed {seed}" if len(group) == 1 and type(seed) is int else ""
 
 
-def found_in(config: Any, *names: str) -> Any:
+def nested_argument(config: Any, *names: str) -> Any:
     """An argument of a nested configuration by its names, or ``None``; ``init_args`` between names is skipped."""
     for name in names:
         inner = config.get("init_args", config) if isinstance(config, dict) else None
@@ -570,7 +574,7 @@ def _cut(text: str, longest: int = _LONGEST_WORD) -> str:
     return text if len(text) <= longest else f"{text[: longest - 1]}…"
 
 
-def differing(groups: Sequence[Sequence[Run]]) -> list[str]:
+def differing_settings(groups: Sequence[Sequence[Run]]) -> list[str]:
     """Paths of the settings that differ between groups, the most informative first."""
     flat = [group[0].settings for group in groups]
     found = [
@@ -588,7 +592,7 @@ def _differences(groups: Sequence[Sequence[Run]]) -> list[str]:
     """For each group, a short text of the settings that distinguish it from the others."""
     flat = [group[0].settings for group in groups]
     # Left out: the factorization's class already shows that layers are converted.
-    paths = [path for path in differing(groups) if path not in ("lowrank", "lowrank.class_path")]
+    paths = [path for path in differing_settings(groups) if path not in ("lowrank", "lowrank.class_path")]
     values = {path: [repr(each.get(path)) for each in flat] for path in paths}
     chosen: list[str] = []
     known: list[tuple[str, ...]] = [()] * len(groups)

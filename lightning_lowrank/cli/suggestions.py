@@ -18,7 +18,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
-from lightning_lowrank.arguments import listed
+from lightning_lowrank.arguments import join_names
 
 _SECTIONS = "ckpt_path data federated lowrank lr_scheduler model optimizer seed_everything seeds trainer"
 _CLASSES_OF = ("lightning_lowrank", "lightning.pytorch", "torch.optim")
@@ -104,7 +104,7 @@ def with_suggestions(message: str) -> str:
 
     def suggested(match: re.Match[str], look_up: Callable[[re.Match[str]], tuple[str, Iterable[str]]]) -> str:
         word, known = look_up(match)
-        # A valid name at the wrong place is no typo.
+        # A valid name in the wrong place is no typo.
         meant = _most_similar(word, [name for name in known if name != word])
         if word in known:
             return match[0]
@@ -147,11 +147,11 @@ def _described(message: str) -> str:
     end = message[where[-1].end() :]
     found = next((match for pattern in _OF_VALUES if (match := re.fullmatch(pattern, end))), None)
     if found is None:
-        # A value of two allowed types: what each of them said.
+        # An argument of several types: the message has the error of each.
         found = re.fullmatch(r"Expected .+?(?:no class is known as|Unexpected import path format:) (?P<class>.+)", end)
     value = next((text for text in found.groupdict().values() if text), "") if found else ""
     failed_import = "No module named" in end or "has no attribute" in end
-    # What cannot be imported keeps its cause, but for a file, which was never meant to be imported.
+    # A failed import keeps its own message, except for a file's path, which was not meant to be imported.
     if not found or not value or (failed_import and not _is_file(value)):
         return ""
     if len(where) == 1 and not argument:
@@ -187,7 +187,7 @@ def _title(section: str) -> str:
 
 
 def _remedy(place: str, hint: Any, value: str, owner: str) -> str:
-    """What to give in place of a value, if that can be guessed."""
+    """A value to give instead, if it can be guessed."""
     literals, parts = _literals(hint), _parts(hint)
     listing = any(get_origin(each) in (list, Sequence) for each in parts)
     number = _number(value) if float in parts else ""
@@ -199,11 +199,11 @@ def _remedy(place: str, hint: Any, value: str, owner: str) -> str:
         return f"give a list, such as [{word}]"
     known = _known_classes().get(word)
     if names and word not in names and known:
-        return _own_place(word, known)
+        return _accepting_setting(word, known)
     called = next((name for words, name in _CALLED.items() if word.lower() in words.split()), "")
-    holding = _holding(word, names)
+    holding = _names_containing(word, names)
     if called in _known_classes() and called not in names and not holding:
-        return f"{word} is {called}: {_own_place(called, _known_classes()[called])}"
+        return f"{word} is {called}: {_accepting_setting(called, _known_classes()[called])}"
     similar = _most_similar(word, [*names, *literals])
     meant = [similar] if similar else holding or [called] * (called in (*names, *literals))
     if place == "federated.partition" and not meant:
@@ -214,8 +214,8 @@ def _remedy(place: str, hint: Any, value: str, owner: str) -> str:
     return f"did you mean {shown}?" if meant else ""
 
 
-def _own_place(name: str, kind: type) -> str:
-    """Where a class belongs that is no value of an argument; empty if that is unknown."""
+def _accepting_setting(name: str, kind: type) -> str:
+    """A sentence on the setting that accepts instances of ``kind``; empty if none is known."""
     for section, root in _ROOTS.items():
         option = _option_for(root, kind)
         if kind.__name__ == root.rpartition(".")[2]:
@@ -255,14 +255,14 @@ def _number(value: str) -> str:
     return f"write {int(fraction[1]) / int(fraction[2]):g}" if fraction else ""
 
 
-def _holding(word: str, names: Iterable[str]) -> list[str]:
-    """The names that hold a word, such as CoordinateMedian for median; none if they are many."""
+def _names_containing(word: str, names: Iterable[str]) -> list[str]:
+    """The names that contain a word, such as CoordinateMedian for median; empty if there are many."""
     holding = sorted(name for name in names if word.lower() in name.lower())
     return holding if len(word) >= _SHORTEST_PART and len(holding) <= _MOST_HOLDING else []
 
 
 def _option_for(owner: str, kind: type | None) -> str:
-    """The argument of a class that takes an object of a kind; empty if none does."""
+    """The argument of a class that accepts objects of this kind; empty if there is none."""
     if kind is None:
         return ""
     fitting = [name for name, hint in _hints(owner).items() if any(issubclass(kind, base) for base in _bases(hint))]
@@ -270,7 +270,7 @@ def _option_for(owner: str, kind: type | None) -> str:
 
 
 def _placed_elsewhere(message: str) -> str:
-    """A message of an unknown argument of the two sections, with where it belongs; empty for any other message."""
+    """A message on an unknown argument of a section, with its right place added; empty for any other message."""
     match = re.fullmatch(
         r"Parser key \"(federated|lowrank)\": Problem with given class_path '([\w.]+)': "
         r"Option '(\w+)(?:\.[\w.]+)?' is not accepted",
@@ -291,7 +291,7 @@ def _placed_elsewhere(message: str) -> str:
         for kind in _kinds(base)
         if name in _hints(f"{kind.__module__}.{kind.__name__}")
     }
-    return f"{message}: it is an argument of {listed(sorted(having))}" if having else ""
+    return f"{message}: it is an argument of {join_names(sorted(having))}" if having else ""
 
 
 def _words(hint: Any) -> str:
@@ -332,7 +332,7 @@ def _plural(kind: Any) -> str:
 
 def _names(base: type, listing: bool = False) -> str:
     names = sorted(kind.__name__ for kind in _kinds(base))
-    shown = ", ".join(names) if len(names) <= _MOST_NAMES else listed(names)
+    shown = ", ".join(names) if len(names) <= _MOST_NAMES else join_names(names)
     return (f"{base.__name__} objects" if listing else f"{_article(base.__name__)} {base.__name__}") + (
         f" ({shown})" if names not in ([], [base.__name__]) else ""
     )
@@ -405,7 +405,7 @@ def _parameters(path: str) -> Iterable[str]:
         for each in kind.__mro__ if isinstance(kind, type) else [kind]:
             parameters = inspect.signature(each).parameters.values()
             found |= {one.name: None for one in parameters if one.kind not in (one.VAR_POSITIONAL, one.VAR_KEYWORD)}
-            # A base's arguments are those of the class where it passes keyword arguments on.
+            # A class that passes keyword arguments on has its base's arguments too.
             if not any(one.kind is one.VAR_KEYWORD for one in parameters):
                 break
     except (ImportError, AttributeError, TypeError, ValueError):

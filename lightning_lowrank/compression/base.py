@@ -29,7 +29,7 @@ from lightning_lowrank.compression.wire import (
 Codes = TypeVar("Codes")
 
 Memory = Mapping[str, Any]
-"""What a sender keeps of a codec's work for its next message: tensors by name, in dictionaries."""
+"""A codec's memory, which a sender keeps for its next message: tensors by name, in dictionaries."""
 
 
 class Codec(Configured, ABC):

@@ -24,7 +24,7 @@ class Packet:
     Tensors that travel exactly are not copied. Encode the packet before anything changes them.
 
     Args:
-        tensors: The encoded tensors: differences, where there is a reference.
+        tensors: The encoded tensors: differences, if there is a reference.
         codec: Their codec.
         received: The message as the receiver decodes it, on the tensors' own devices.
         residual: Added to the next message; empty without error feedback.
@@ -148,8 +148,8 @@ class Channel:
             seed: As in `Outgoing`.
             residual: As in `Outgoing`.
             memory: As in `Outgoing`.
-            message_codec: The message's own codec. It is applied first, unchanged, then the channel's codecs to the
-                values that it leaves; no differences are taken. Default: none.
+            message_codec: The message's own codec. It is applied first, unchanged, then the channel's codecs to its
+                floating-point values; values are not sent as differences. Default: none.
 
         Raises:
             TypeError: If the channel's codecs cannot follow ``message_codec``.
@@ -270,12 +270,12 @@ class Channel:
 def _check_length(length: int, expected: int) -> None:
     """Refuse bytes whose length rules out a message of ``expected`` bytes."""
     if not expected and length:
-        raise DecodingError(f"{length:,} bytes came, but this method sends nothing.")
+        raise DecodingError(f"{length:,} bytes were received, but this method sends nothing.")
     if expected and not length:
-        raise DecodingError("nothing came, but this method sends tensors.")
+        raise DecodingError("nothing was received, but this method sends tensors.")
     # If the sender chooses the masks, its message may have more numbers than the receiver's codec expects.
     if length > 2 * expected:
-        raise DecodingError(f"{length:,} bytes came, and what is expected here has at most {2 * expected:,}.")
+        raise DecodingError(f"{length:,} bytes were received, but the expected message has at most {2 * expected:,}.")
 
 
 def _differing(tensors: Mapping[str, Tensor], reference: Mapping[str, Tensor], exact: Collection[str]) -> list[str]:

@@ -60,7 +60,7 @@ class LowRankCodec(RandomCodec[Factors]):
 
     The sender of a `Channel` keeps :math:`Q` for its next message: columns × rank numbers for each matrix, of float32
     (float64 for tensors of float64), with each client's state for the uplink and with the server's for the downlink.
-    Before the first message, and where a column of :math:`Q` is zero, it is drawn from the codec's seed. The decoder
+    Before the first message, and if a column of :math:`Q` is zero, it is drawn from the codec's seed. The decoder
     keeps nothing, since both factors travel. By itself, as in `encode`, the codec begins with drawn vectors. A single
     iteration from these is far from the largest vectors, so that a sender without state should use ``method="svd"``.
 

@@ -61,7 +61,7 @@ class TopK(_Sparse):
     Of equal magnitudes the first ones are kept. NaN counts as infinite, so that the receiver sees it. Kept numbers are
     not changed. The values are sent in the smallest type that holds those of all floating-point tensors. The
     positions take k·(2 + log₂(d/k)) bits or fewer, for k of d numbers: they are an Elias-Fano code (Elias, J. ACM
-    1974), or a bitmap of d bits where that is shorter. Integers and booleans travel exactly, and do not count.
+    1974), or a bitmap of d bits if that is shorter. Integers and booleans travel exactly, and do not count.
 
     Args:
         share: Share of the numbers that is sent, above 0 and at most 1; it comes to at least one number.

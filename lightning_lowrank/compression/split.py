@@ -87,7 +87,7 @@ class Split(Codec):
         chosen, others = self.chosen.decode(data[8:end], first), self.others.decode(data[end:], second)
         astray = sorted((chosen.keys() - self.names) | (others.keys() & self.names))
         if astray:
-            raise DecodingError(f"the tensor {astray[0]!r} came through the wrong one of this Split's two codecs.")
+            raise DecodingError(f"the tensor {astray[0]!r} was encoded by the wrong one of this Split's two codecs.")
         return {**chosen, **others}
 
     @override

@@ -56,7 +56,7 @@ class Schema:
         >>> schema = Schema.of({"weight": torch.zeros(2, 3)})
         >>> schema.check({"bias": (torch.float32, (2,))})
         Traceback (most recent call last):
-        lightning_lowrank.compression.wire.DecodingError: the tensor 'bias' came and is not expected.
+        lightning_lowrank.compression.wire.DecodingError: the tensor 'bias' was received but is not expected.
     """
 
     entries: dict[str, Entry]
@@ -92,7 +92,7 @@ class Schema:
         """
         for name in claimed:
             if name not in self.entries:
-                raise DecodingError(f"the tensor {name[:80]!r} came and is not expected.")
+                raise DecodingError(f"the tensor {name[:80]!r} was received but is not expected.")
         for name, (dtype, shape) in self.entries.items():
             if name not in claimed:
                 raise DecodingError(f"the tensor {name!r} is missing.")
@@ -104,8 +104,8 @@ class Schema:
             )
             if came != dtype or not fits:
                 raise DecodingError(
-                    f"the tensor {name!r} came as {came} of shape {_shortened(size)}, and is expected as {dtype} of"
-                    f" shape {'at most ' if name in self.flexible else ''}{shape}."
+                    f"the tensor {name!r} was received as {came} of shape {_shortened(size)}, but is expected as"
+                    f" {dtype} of shape {'at most ' if name in self.flexible else ''}{shape}."
                 )
 
 
@@ -154,7 +154,7 @@ class Layout:
                 if not (isinstance(shape, list) and all(type(size) is int and size >= 0 for size in shape)):
                     raise DecodingError(f"the shape of tensor {name!r} is {str(shape)[:80]}, not a list of sizes.")
                 if len(shape) > _MOST_DIMENSIONS or math.prod(max(size, 1) for size in shape) >= 2**59:
-                    raise DecodingError(f"the shape of tensor {name!r} is {_shortened(shape)}, beyond any tensor.")
+                    raise DecodingError(f"the shape of tensor {name!r} is {_shortened(shape)}, larger than any tensor.")
                 entries[name] = (_DTYPES[kind], tuple(shape))
         return cls(entries)
 

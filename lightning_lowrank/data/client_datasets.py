@@ -29,8 +29,8 @@ class ClientDatasets(SplitsInMemory):
     """Datamodule of one data set for each client, by name.
 
     The splits' datasets have a column ``client``, by which ``ByKey("client")`` divides them and
-    ``personal_test="by_client"`` judges each client on its own test samples. Clients keep the order in which they are
-    given, and those without samples their place.
+    ``personal_test="by_client"`` evaluates each client on its own test samples. Clients keep the order in which they
+    are given, and those without samples their place.
 
     Args:
         train: Each client's training data, by its name, a string or an integer: a map-style
@@ -38,14 +38,14 @@ class ClientDatasets(SplitsInMemory):
             needed; or a tuple (inputs, targets) of arrays.
         test: Each client's test data. ``None``: ``test_share`` of its training samples is held out, drawn at random; a
             client keeps at least one.
-        test_share: Share of each client's training samples for testing, where ``test`` is not given.
+        test_share: Share of each client's training samples for testing, if ``test`` is not given.
         validation: ``"test"``: validation on the test data. A share: so much of each client's training samples is held
             out.
         batch_size: Samples per training batch.
         eval_batch_size: Samples per batch of the other loaders.
         num_workers: Worker processes per loader.
         seed: Seed of the held-out samples.
-        collate_fn: What makes a batch of samples. ``None``: torch's own.
+        collate_fn: The function that makes a batch of samples. ``None``: torch's own.
 
     Raises:
         MisconfigurationException: If an argument is out of range; and when data are needed, if those of a client are of
@@ -115,7 +115,7 @@ class ClientDatasets(SplitsInMemory):
         return self._collate or cast(Callable[[Sequence[Any]], Any], default_collate)
 
     def read(self, split: Split) -> Any:
-        """The joined dataset of a split, with its column ``client``; ``None`` where there are no test data."""
+        """The joined dataset of a split, with its column ``client``; ``None`` if there are no test data."""
         given = self._given[split]
         if given is None:
             return None
@@ -136,7 +136,7 @@ class ClientDatasets(SplitsInMemory):
         parts = kept.indices.sort().values, torch.cat([*held_out, torch.zeros(0, dtype=torch.int64)]).sort().values
         if not len(parts[1]):
             raise MisconfigurationException(
-                f"{argument}={share} of each client's samples is none: the largest client has {int(sizes.max())}"
+                f"{argument}={share} holds out no sample of any client: the largest client has {int(sizes.max())}"
             )
         return _subset(dataset, parts[0]), _subset(dataset, parts[1])
 
@@ -233,6 +233,6 @@ def _dataset(name: Any, part: Any) -> Any:
     if isinstance(part, IterableDataset) or not (hasattr(part, "__len__") and hasattr(part, "__getitem__")):
         raise MisconfigurationException(
             f"the data of client {name!r} must be a map-style dataset, with __getitem__ and __len__, got"
-            f" {type(part).__name__}: of one that is iterated, list(dataset) is map-style"
+            f" {type(part).__name__}: list(dataset) makes one of an iterable dataset"
         )
     return part

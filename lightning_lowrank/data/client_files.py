@@ -15,12 +15,12 @@ import numpy as np
 import torch
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
-from lightning_lowrank.arguments import listed
+from lightning_lowrank.arguments import join_names
 from lightning_lowrank.data.client_datasets import ClientDatasets, Split, join_arrays
 from lightning_lowrank.data.tables import Table, read_table
 from lightning_lowrank.extras import import_extra
 from lightning_lowrank.federated.data.columns import to_column
-from lightning_lowrank.federated.data.partitions import natural
+from lightning_lowrank.federated.data.partitions import natural_sort_key
 from lightning_lowrank.federated.data.plain_files import read_plain
 from lightning_lowrank.federated.data.rows import Rows
 
@@ -41,7 +41,7 @@ class ClientArrays(ClientDatasets):
             ``num_workers``, ``seed``, ``collate_fn``.
 
     Attributes:
-        classes: Names of the classes in the order of their numbers, where the targets are strings.
+        classes: Names of the classes in the order of their numbers, if the targets are strings.
 
     Raises:
         MisconfigurationException: When files are read: if a client's inputs are no numbers, differ in shape from
@@ -62,7 +62,7 @@ class ClientArrays(ClientDatasets):
         raise NotImplementedError(f"{type(self).__name__} must define clients")
 
     def names(self, split: Split) -> list[Any] | None:
-        """All clients' names in order; ``None``: the order of `clients`."""
+        """All clients' names in order; ``None`` to keep the order of `clients`."""
         return None
 
     def read(self, split: Split) -> Any:
@@ -77,7 +77,8 @@ class ClientArrays(ClientDatasets):
             other = sorted(set(self._codes) - set(self.classes))
             if other:
                 raise MisconfigurationException(
-                    f"{type(self).__name__}: there are targets to test on that nobody trains on: {listed(other)}"
+                    f"{type(self).__name__}: the test data have targets that the training data lack:"
+                    f" {join_names(other)}"
                 )
             numbers = torch.tensor([self.classes.index(name) for name in self._codes])
             found.tensors = (found.tensors[0], numbers[found.tensors[1]])
@@ -100,7 +101,7 @@ class ClientArrays(ClientDatasets):
             return array
         if array[0].size != math.prod(self.shape):
             raise MisconfigurationException(
-                f"shape={self.shape} is that of {math.prod(self.shape)} numbers, and the inputs of client {name!r} have"
+                f"shape={self.shape} has {math.prod(self.shape)} numbers, but the inputs of client {name!r} have"
                 f" the shape {list(array.shape[1:])}"
             )
         return array.reshape(len(array), *self.shape)
@@ -113,7 +114,8 @@ class ClientArrays(ClientDatasets):
         if self._numbered and (strings or self._codes) and len(array):
             raise MisconfigurationException(
                 f"{type(self).__name__}: the targets of client {name!r} are {array.dtype}, such as"
-                f" {str(array.reshape(-1)[0])[:50]!r}, and others' are not: give all numbers, or all strings"
+                f" {str(array.reshape(-1)[0])[:50]!r}, and those of other clients are not: give only numbers, or only"
+                " strings"
             )
         if not strings:
             return array
@@ -316,7 +318,9 @@ class ClientFiles(ClientArrays):
         if split == "test" and not folder.is_dir():
             return None
         try:
-            entries = sorted((each for each in folder.iterdir() if not each.name.startswith((".", "__"))), key=natural)
+            entries = sorted(
+                (each for each in folder.iterdir() if not each.name.startswith((".", "__"))), key=natural_sort_key
+            )
         except OSError as error:
             raise MisconfigurationException(f"root={self.root!r} is no folder that can be read: {error}") from error
         found: dict[str, list[Path]] = {}
@@ -395,7 +399,7 @@ class ClientTable(ClientArrays):
     ) -> None:
         super().__init__(**kwargs)
         if test is not None and split is not None:
-            raise MisconfigurationException(f"test={test!r} and split={split!r} both say what to test on: give one")
+            raise MisconfigurationException(f"test={test!r} and split={split!r} both define the test data: give one")
         self._paths = {"train": train, "test": train if split else test}
         self.client, self.target, self.features, self.split = client, target, features, split
         self._table = _Columns(target, features, [client, *([split] if split else [])])
@@ -417,7 +421,7 @@ class ClientTable(ClientArrays):
         x, y = self._table.arrays(table)
         order = np.argsort(codes, kind="stable")
         parts = np.split(chosen[order], np.cumsum(np.bincount(codes, minlength=len(names)))[:-1]) if len(names) else []
-        named = dict(sorted(zip(names.tolist(), parts, strict=True), key=lambda entry: natural(entry[0])))
+        named = dict(sorted(zip(names.tolist(), parts, strict=True), key=lambda entry: natural_sort_key(entry[0])))
         self._rows[split] = Rows(torch.from_numpy(np.concatenate([chosen[:0], *named.values()])), len(table))
         return ((name, x[rows], y[rows]) for name, rows in named.items())
 
@@ -470,11 +474,11 @@ class _Columns:
         unknown = sorted(set(others) - set(features)) if self._all_others else []
         if unknown:
             raise MisconfigurationException(
-                f"{table.source} has columns that other tables do not have, {listed(unknown)}: give features="
+                f"{table.source} has columns that other tables do not have, {join_names(unknown)}: give features="
             )
         columns = [_numbers(table, table.find([name], f"features={list(features)}")) for name in features]
         if not columns:
-            raise MisconfigurationException(f"{table.source} has no column of inputs beside {self._target!r}")
+            raise MisconfigurationException(f"{table.source} has no column of inputs in addition to {self._target!r}")
         inputs = columns[0] if len(columns) == 1 and columns[0].ndim > 1 else np.stack(columns, 1)
         found = np.asarray(targets)
         for kind in (np.int64, np.float32) if found.dtype.kind in "US" else ():

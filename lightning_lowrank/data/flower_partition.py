@@ -30,8 +30,8 @@ class FlowerPartition(Partition):
         partitioner: A partitioner that has no dataset yet. It is copied, and stays as it is.
         column: Name of the column, which the partitioner calls ``partition_by``. ``None``: there is none, and nothing
             of the training set is read, as for ``IidPartitioner``.
-        key: What the column holds. ``None``: the samples' labels, as `find_labels` finds them. Else what `ByKey` takes:
-            a name, or a function of the dataset.
+        key: The values of the column. ``None``: the samples' labels, as `find_labels` finds them. Else what `ByKey`
+            takes: a name, or a function of the dataset.
 
     Raises:
         MisconfigurationException: If ``partitioner`` is no such object or has a dataset, if the column's values cannot
@@ -54,11 +54,13 @@ class FlowerPartition(Partition):
             )
         if partitioner.is_dataset_assigned():
             raise MisconfigurationException(
-                f"partitioner={type(partitioner).__name__} has a dataset already, and takes no other one: make a new"
+                f"partitioner={type(partitioner).__name__} already has a dataset, which cannot be replaced: make a new"
                 " partitioner."
             )
         if column is None and key is not None:
-            raise MisconfigurationException(f"key={key!r} says what a column holds, and column is None: name it.")
+            raise MisconfigurationException(
+                f"key={key!r} describes the values of a column, but column is None: give the column's name."
+            )
         self.partitioner = partitioner
         self.column = column
         self.key = key
@@ -99,7 +101,7 @@ class FlowerPartition(Partition):
         return ClientIndices(parts, size, names)
 
     def _asked(self, keys: Column | None, question: Callable[[Any], Any]) -> Any:
-        """``question``'s answer on a copy of the partitioner, with the column as its dataset."""
+        """The result of ``question`` for a copy of the partitioner that has the column as its dataset."""
         if keys is None:
             raise MisconfigurationException(
                 "FlowerPartition needs the training set: give the dataset instead of its size, or keys=."

@@ -11,7 +11,7 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from PIL import Image
 from torchvision.datasets.folder import IMG_EXTENSIONS, make_dataset
 
-from lightning_lowrank.arguments import listed
+from lightning_lowrank.arguments import join_names
 from lightning_lowrank.data.images import TensorImages
 from lightning_lowrank.data.own_images import OwnImages, Pictures, choose_splits
 from lightning_lowrank.data.tables import Table
@@ -37,7 +37,7 @@ class ImageFolder(OwnImages):
         root: The folder.
         clients: Whether the classes' folders lie in a folder for each client.
         validation: ``"test"``: validation on the test images. A share: so much of the training images is held out. Or
-            the name of a folder in ``root``. ``None``: ``val`` where there is ``test`` too, or else ``"test"``.
+            the name of a folder in ``root``. ``None``: ``val`` if there is ``test`` too, or else ``"test"``.
         **kwargs: Arguments of `OwnImages`: ``size``, ``channels``, ``test_share``, ``mean``, ``std``, ``memory_limit``,
             ``mirror``; and of `VisionDataModule`: ``batch_size``, ``eval_batch_size``, ``num_workers``, ``augment``,
             ``limit_samples``, ``seed``, ``normalize``.
@@ -69,7 +69,9 @@ class ImageFolder(OwnImages):
             subfolders = _folders(folder)
             trains = [name for name in subfolders if name.lower() in _TRAIN_NAMES and _folders(folder / name)]
             if len(trains) > 1:
-                raise MisconfigurationException(f"root={root!r} must hold one folder to train on, not {listed(trains)}")
+                raise MisconfigurationException(
+                    f"root={root!r} must hold one folder to train on, not {join_names(trains)}"
+                )
             self._train_folder = folder / trains[0] if trains else folder
             self.classes = self._class_names(self._train_folder)
         except OSError as error:
@@ -82,8 +84,9 @@ class ImageFolder(OwnImages):
         self.validation = (apart or "test") if validation is None else validation
         if apart is not None and apart not in others:
             raise MisconfigurationException(
-                f"validation={apart!r} must be 'test', a share, or a folder beside one to train on, and {folder} holds"
-                f" {listed(subfolders)}"
+                f"validation={apart!r} must be 'test', a share, or a folder next to the training folder, but {folder}"
+                " holds"
+                f" {join_names(subfolders)}"
             )
         self._validation_folder = None if apart is None else folder / apart
         self._test_folder = None if test is None else folder / test
@@ -105,7 +108,7 @@ class ImageFolder(OwnImages):
         unknown = sorted(set(classes) - set(self.classes))
         if unknown:
             raise MisconfigurationException(
-                f"{folder} has classes that {self._train_folder} does not have: {listed(unknown)}"
+                f"{folder} has classes that {self._train_folder} does not have: {join_names(unknown)}"
             )
         numbers = {name: number for number, name in enumerate(self.classes)}
         found = []
@@ -121,7 +124,7 @@ class ImageFolder(OwnImages):
         empty = sorted(set(classes) - {self.classes[target] for _, target in found})
         if empty and folder == self._train_folder:
             raise MisconfigurationException(
-                f"{folder} has folders without an image, which would be classes: {listed(empty)}; remove them"
+                f"{folder} has folders without an image, which would be classes: {join_names(empty)}; remove them"
                 f" ({', '.join(IMG_EXTENSIONS)} are read)"
             )
         clients = [Path(file).relative_to(folder).parts[0] for file, _ in found] if self.clients else None

@@ -18,7 +18,7 @@ class GlueTask(NamedTuple):
     labels: tuple[str, ...]
     """The labels in the order of their class indices; none for a regression."""
     metrics: tuple[str, ...]
-    """What GLUE reports, as `TextClassifier` logs it."""
+    """GLUE's metrics, by the names under which `TextClassifier` logs them."""
     validation: str = "validation"
     """Split of the hub to validate on."""
     test: str = "test"

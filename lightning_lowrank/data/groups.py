@@ -30,7 +30,7 @@ class LengthGroups(Configured):
 
     Args:
         groups: Number of groups.
-        field: Field of a sample whose length counts, where the dataset has no ``lengths``.
+        field: Field of a sample whose length counts, if the dataset has no ``lengths``.
 
     Raises:
         MisconfigurationException: If ``groups`` is out of range, or samples have no such field.
@@ -96,7 +96,9 @@ class EmbeddingGroups(Configured):
         from sklearn.cluster import KMeans
 
         if len(dataset) < self.groups:
-            raise MisconfigurationException(f"groups={self.groups} needs as many texts, and there are {len(dataset)}")
+            raise MisconfigurationException(
+                f"groups={self.groups} needs at least as many texts, but there are {len(dataset)}"
+            )
         found = KMeans(self.groups, n_init=1, random_state=derive_seed(self.seed, "embedding groups") % 2**32)
         groups = found.fit_predict(self.embed(dataset).double().numpy())
         first = np.unique(groups, return_index=True)[1]

@@ -10,7 +10,7 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from PIL import Image
 from torch import Tensor
 
-from lightning_lowrank.arguments import listed
+from lightning_lowrank.arguments import join_names
 from lightning_lowrank.data.images import TensorImages
 from lightning_lowrank.data.own_images import OwnImages, Pictures, choose_splits
 from lightning_lowrank.data.tables import check_stored, load_splits, split_of
@@ -38,7 +38,7 @@ class HuggingFaceImages(OwnImages):
         test: Name of the split to test on. ``None``: ``test``, ``val``, ``valid`` or ``validation``, the first that
             there is and that ``validation`` does not name; or else ``test_share`` of the training images is held out.
         validation: ``"test"``: validation on the test images. A share: so much of the training images is held out. Or
-            the name of a split. ``None``: ``val``, ``valid`` or ``validation`` where there is another split to test on,
+            the name of a split. ``None``: ``val``, ``valid`` or ``validation`` if there is another split to test on,
             or else ``"test"``.
         root: Folder in which downloads are kept. ``None``: that of `datasets`.
         **kwargs: Arguments of `OwnImages`: ``size``, ``channels``, ``test_share``, ``mean``, ``std``, ``memory_limit``,
@@ -121,7 +121,7 @@ class HuggingFaceImages(OwnImages):
         unknown = sorted(set(names) - numbers.keys())
         if unknown:
             raise MisconfigurationException(
-                f"{source} has classes in {label!r} that dataset[{self.train!r}] does not have: {listed(unknown)}"
+                f"{source} has classes in {label!r} that dataset[{self.train!r}] does not have: {join_names(unknown)}"
             )
         return _Rows(dataset, image, torch.tensor([numbers[name] for name in names]), source)
 
@@ -131,7 +131,7 @@ class HuggingFaceImages(OwnImages):
         if image is None and len(fitting) == 1:
             return fitting[0]
         advice = (
-            f"image= may be {listed(fitting, ' or ')}"
+            f"image= may be {join_names(fitting, ' or ')}"
             if fitting
             else "dataset.cast_column(name, datasets.Image()) makes images of a column of paths or of files' bytes"
         )
@@ -145,7 +145,7 @@ class HuggingFaceImages(OwnImages):
             usual = [name for name in _LABELS if name in fitting][:1]
         if label is None and usual:
             return usual[0]
-        advice = f"label= may be {listed(fitting, ' or ')}" if fitting else "no column holds any"
+        advice = f"label= may be {join_names(fitting, ' or ')}" if fitting else "no column holds any"
         return _checked(label, fitting, features, f"{source} (label)", "classes, integers or strings", advice)
 
     def _class_names(self, dataset: Any, label: str, source: str) -> list[str]:
@@ -155,7 +155,7 @@ class HuggingFaceImages(OwnImages):
             # Label -1 marks hidden labels on the hub.
             if value is None or (named and value < 0):
                 raise MisconfigurationException(
-                    f"{source}, row {row}: there is no label in {label!r}, but {value!r}; name another split, or leave"
+                    f"{source}, row {row}: {label!r} has {value!r} in place of a label; name another split, or leave"
                     " such rows out by dataset.filter"
                 )
         return kind.int2str(values) if named else [str(value) for value in values]
@@ -174,7 +174,9 @@ def _checked(
             f"{source} has {found} of {what}, and needs one, or an argument that names it: {advice}"
         )
     if name not in features:
-        raise MisconfigurationException(f"{source} has no column {name!r}; it has {listed(list(features))}; {advice}")
+        raise MisconfigurationException(
+            f"{source} has no column {name!r}; it has {join_names(list(features))}; {advice}"
+        )
     if name not in fitting:
         raise MisconfigurationException(f"{source}: the column {name!r} holds {features[name]}, not {what}: {advice}")
     return name

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.utils.data import Dataset, default_collate, get_worker_info
 
 from lightning_lowrank.data.tables import HasColumns
-from lightning_lowrank.internals.torch import written
+from lightning_lowrank.internals.torch import memory_fingerprint
 
 _MOST_KEPT = 2**28
 
@@ -54,7 +54,7 @@ def collate_images(samples: Any) -> Any:
     """Collate function that passes an `ImageBatch` through and collates anything else as PyTorch does.
 
     Args:
-        samples: What the data set returned for a batch of indices: an `ImageBatch` or a list of samples.
+        samples: The data set's result for a batch of indices: an `ImageBatch` or a list of samples.
 
     Returns:
         ``[images, targets]``, as ``torch.utils.data.default_collate`` returns for such samples.
@@ -79,7 +79,7 @@ class TensorImages(HasColumns, Dataset[tuple[Tensor, int]]):
 
     A sample is ``(image, target)``: ``(pixels / pixel_max - mean) / std`` as ``float32``, and an ``int``. It works with
     any ``DataLoader`` and inside any number of ``torch.utils.data.Subset``; with ``collate_fn=collate_images`` a batch
-    is never taken apart. Where `columns` are set, ``dataset["writer"]`` is the column of that name.
+    is never split into samples. If `columns` are set, ``dataset["writer"]`` is the column of that name.
 
     Augmentation pads the raw pixels with zeros (black), crops each image at a random place back to its size, and
     mirrors each with probability one half. All draws of a batch (first the offsets, then the flips) come from PyTorch's
@@ -172,7 +172,7 @@ class TensorImages(HasColumns, Dataset[tuple[Tensor, int]]):
         """Fetch the samples at ``indices`` (non-negative) with one gather, normalised and augmented."""
         rows = torch.as_tensor(indices, dtype=torch.long)
         reader = _RowsOfImages(self)
-        kept = reader.made(len(rows)) if self.deterministic else None
+        kept = reader.cached(len(rows)) if self.deterministic else None
         if kept is not None:
             return ImageBatch(*(tensor.index_select(0, rows) for tensor in kept))
         made = reader.make([tensor.index_select(0, rows) for tensor in reader.tensors], reader.draw(len(rows), None))
@@ -206,7 +206,7 @@ class _Normalised:
             return None
         parts = images.images, images.mean, images.std
         # References keep the tensors alive, so that their ids stay unique.
-        of = images.pixel_max, *map(id, parts), *map(written, parts), parts
+        of = images.pixel_max, *map(id, parts), *map(memory_fingerprint, parts), parts
         if self._of[:-1] != of[:-1]:
             self._of, self._read, self._images = of, 0, None
         self._read += samples
@@ -218,7 +218,7 @@ class _Normalised:
         """The greatest pixel value, the means and the standard deviations on a device, copied once."""
         parts = images.mean, images.std
         # References keep the tensors alive, so that their ids stay unique.
-        of = images.pixel_max, device, *map(written, parts), parts
+        of = images.pixel_max, device, *map(memory_fingerprint, parts), parts
         if self._constants_of[:-1] != of[:-1]:
             self._constants_of = of
             values = (images.pixel_max, *parts)
@@ -248,7 +248,7 @@ class _RowsOfImages:
             found.append((torch.rand(1, samples, generator=generator) < 0.5).long())
         return torch.cat(found) if len(found) > 1 else found[0] if found else None
 
-    def made(self, samples: int) -> list[Tensor] | None:
+    def cached(self, samples: int) -> list[Tensor] | None:
         """Normalised images and targets from the cache; ``None`` without a cache."""
         images = self._images.normalised.of(self._images, samples)
         return None if images is None else [images, self._images.targets]

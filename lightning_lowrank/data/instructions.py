@@ -51,10 +51,10 @@ class Instructions(TextSplits):
             default ``train``.
         validation: The same to validate on: ``validation.jsonl``, or ``validation``. A share between 0 and 1 holds so
             much of the training file or split out, rows that ``seed`` draws, and trains on the others.
-        test: The same that ``test`` and ``predict`` read: ``test.jsonl``, or ``test``. Default: what is validated on.
+        test: The same that ``test`` and ``predict`` read: ``test.jsonl``, or ``test``. Default: the validation set.
         max_length: Tokens at which a text is cut off.
         dataset: As for `TextClassification`.
-        prompt: Template of what comes before an answer, with names of columns in braces. Default: Alpaca's, with the
+        prompt: Template of the text before an answer, with names of columns in braces. Default: Alpaca's, with the
             column ``instruction``.
         answer: Column of the answers.
         messages: Column of conversations: lists of dictionaries with ``role`` and ``content``, or with ``from`` and
@@ -199,7 +199,7 @@ class Instructions(TextSplits):
         kept = [row for row, (_, answered) in enumerate(cut) if any(answered[1:])]
         if not kept:
             raise MisconfigurationException(
-                f"{table.source}: nothing is left to predict in any text at max_length={self.max_length}: raise it"
+                f"{table.source}: no text has a token to predict with max_length={self.max_length}: raise it"
             )
         if len(kept) < len(cut):
             rank_zero_warn(
@@ -287,8 +287,9 @@ def _conversation(tokenizer: Any, turns: Any) -> tuple[list[int], list[bool]]:
         start, end = written(place, True), written(place + 1, False)
         if end[: len(start)] != start or ids[: len(end)] != end:
             raise _Malformed(
-                "is written by the tokenizer's chat template in other words once it continues, so that the assistant's"
-                " tokens cannot be identified: give conversations of one answer, or another template"
+                "is written differently by the tokenizer's chat template if further messages follow, so that the"
+                " assistant's"
+                " tokens cannot be identified: give conversations with a single answer, or another template"
             )
         answered[len(start) : len(end)] = [True] * (len(end) - len(start))
     return ids, answered

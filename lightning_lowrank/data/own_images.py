@@ -186,7 +186,7 @@ class OwnImages(VisionDataModule):
             if found.shape != pixels.shape[1:]:
                 raise MisconfigurationException(
                     f"{pictures.place(row)} has {found.shape[2]}×{found.shape[1]} pixels and {pictures.place(0)} has"
-                    f" {width}×{height}: give size={min(height, width)} or the like, to which all are scaled"
+                    f" {width}×{height}: give size={min(height, width)}, for example, to scale all images to one size"
                 )
             pixels[row] = found
 
@@ -201,8 +201,8 @@ class OwnImages(VisionDataModule):
                 # Pillow would cut off values above 255.
                 if image.mode == "F" or image.mode.startswith("I"):
                     raise MisconfigurationException(
-                        f"{pictures.place(row)} has pixels of mode {image.mode!r}, and images of 8 bits in each channel"
-                        " are read: scale the pixels to 0 to 255 and save them so"
+                        f"{pictures.place(row)} has pixels of mode {image.mode!r}, but only images of 8 bits in each"
+                        " channel can be read: scale the pixels to 0 to 255 and save them so"
                     )
                 converted = image.convert("RGB" if self.channels == 3 else "L")
         except OSError as error:

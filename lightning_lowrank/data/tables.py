@@ -15,7 +15,7 @@ from typing import Any
 
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
-from lightning_lowrank.arguments import listed
+from lightning_lowrank.arguments import join_names
 from lightning_lowrank.extras import import_extra
 from lightning_lowrank.federated.data.rows import Rows
 
@@ -25,9 +25,9 @@ class Table:
 
     Args:
         columns: The columns by name.
-        source: What the rows came from, for messages.
+        source: The rows' source, for messages.
         first_line: Line number of the first row in the file; ``None``: rows are counted from 0.
-        classes: Names of the classes in the order of their numbers, by column, where the source says them.
+        classes: Names of the classes in the order of their numbers, by column, if the source says them.
         rows: The rows of the source that these are. ``None``: all of them.
 
     Example:
@@ -69,7 +69,7 @@ class Table:
         return f"{self.source}, line {self.first_line + number}"
 
     def find(self, names: Sequence[str], argument: str) -> str:
-        """The first of these names that is a column's.
+        """The first of these names that a column has.
 
         Raises:
             MisconfigurationException: If there is none; ``argument`` is what names the column.
@@ -78,7 +78,7 @@ class Table:
         if found is None:
             raise MisconfigurationException(
                 f"{self.source} has no column {' or '.join(map(repr, names))} ({argument});"
-                f" it has {listed(self.column_names)}"
+                f" it has {join_names(self.column_names)}"
             )
         return found
 
@@ -92,10 +92,10 @@ class HasColumns:
     """Mixin for datasets with further columns, from a `Table` or a `datasets.Dataset`."""
 
     columns: Any = None
-    """What else is known of each sample, if anything; of as many rows as there are samples."""
+    """Further columns of the samples, if any, with one row per sample."""
 
     rows: Rows | None = None
-    """The rows of the file or split that the samples come from, where that is known."""
+    """The rows of the file or split that the samples come from, if that is known."""
 
     @property
     def column_names(self) -> list[str]:
@@ -145,7 +145,7 @@ def read_table(path: Path, names: Sequence[str] | None = None) -> Table:
 
     Args:
         path: The file, in UTF-8.
-        names: The columns' names where the first line does not say them; not for JSON.
+        names: The columns' names if the first line does not say them; not for JSON.
 
     Raises:
         MisconfigurationException: If a line is malformed; it is named.
@@ -178,15 +178,15 @@ def read_table(path: Path, names: Sequence[str] | None = None) -> Table:
         names, cells = cells[0] if cells else [], cells[1:]
         first_line = None if first_line is None else 2
     if not cells:
-        raise MisconfigurationException(f"{path} holds no line but its header, {listed(names)}")
+        raise MisconfigurationException(f"{path} has no line after its header, {join_names(names)}")
     twice = sorted({name for name in names if names.count(name) > 1})
     if twice:
-        raise MisconfigurationException(f"{path} has several columns named {listed(twice)}: rename all but one")
+        raise MisconfigurationException(f"{path} has several columns named {join_names(twice)}: rename all but one")
     for row, parts in enumerate(cells):
         if len(parts) != len(names):
             place = Table({}, str(path), first_line).place(row)
             raise MisconfigurationException(
-                f"{place}: there are {len(parts)} cells for the {len(names)} columns {listed(names)}"
+                f"{place}: there are {len(parts)} cells for the {len(names)} columns {join_names(names)}"
             )
     return Table({name: [parts[place] for parts in cells] for place, name in enumerate(names)}, str(path), first_line)
 
@@ -206,7 +206,7 @@ def table_of(rows: Any, source: str, first_line: int | None = None) -> Table:
     """The table of a `datasets.Dataset` or of a list of dictionaries.
 
     Columns of a list are those of the first row; a row that lacks one has ``None``. A ``ClassLabel`` column holds the
-    names of its classes, and -1 where a label is kept back.
+    names of its classes, and -1 if a label is kept back.
 
     Raises:
         MisconfigurationException: If it is neither, there are no rows, or ``check_stored`` refuses them.
@@ -267,7 +267,7 @@ def load_splits(dataset: Any, root: str | None, user: str) -> Mapping[str, Any]:
             of the name and its configuration; or the splits themselves: a `datasets.DatasetDict` or another dictionary.
             A single `datasets.Dataset` is the split ``train``.
         root: Folder in which downloads are kept; ``None``: that of `datasets`.
-        user: What needs it, for messages.
+        user: The class or argument that needs the data, for messages.
 
     Raises:
         MisconfigurationException: If it cannot be loaded, or `datasets` is not installed.
@@ -302,5 +302,7 @@ def split_of(splits: Mapping[str, Any], name: str, argument: str) -> Any:
         MisconfigurationException: If there is none; ``argument`` is what names it.
     """
     if name not in splits:
-        raise MisconfigurationException(f"dataset has no split {name!r} ({argument}); it has {listed(list(splits))}")
+        raise MisconfigurationException(
+            f"dataset has no split {name!r} ({argument}); it has {join_names(list(splits))}"
+        )
     return splits[name]

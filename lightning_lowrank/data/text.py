@@ -22,11 +22,11 @@ _TEXT = (("text", "sentence"),)
 class TextClassification(TextSplits):
     """Texts or pairs of texts and their labels, for a pretrained transformer; such as SST-2 and the rest of GLUE.
 
-    By default a line of a file is a text, a tab and its label, in UTF-8, after a first line of column names where
+    By default a line of a file is a text, a tab and its label, in UTF-8, after a first line of column names if
     ``header`` says so. With ``text`` or ``task``, files have named columns: ``.jsonl``, ``.json``, ``.csv``, or columns
     apart by tabs. With ``dataset`` the splits are Hugging Face's (extra ``datasets``) or lists of dictionaries.
 
-    A batch is a dictionary of ``input_ids``, ``attention_mask``, ``labels``, and for pairs ``token_type_ids`` where the
+    A batch is a dictionary of ``input_ids``, ``attention_mask``, ``labels``, and for pairs ``token_type_ids`` if the
     tokenizer makes them, as the models of transformers take it, padded to its longest text. Clients that step together
     (``execution="vectorized"``) with batches of one size are padded to one length.
 
@@ -48,7 +48,7 @@ class TextClassification(TextSplits):
         max_length: Tokens at which a text or pair is cut off, special tokens included; of a pair the longer text first.
         labels: The labels in the order of their class indices. Labels that are plain integers in the data are the
             indices themselves, unless one of these is a number. Default: those of the task; the names of a
-            ``ClassLabel`` column, in its order; or those of the training set, sorted (as numbers where all of them
+            ``ClassLabel`` column, in its order; or those of the training set, sorted (as numbers if all of them
             are).
         header: Whether files of two columns begin with a line of column names. Default no.
         dataset: Name of a data set on the Hugging Face hub or a local folder, or a list of the name and its
@@ -120,10 +120,13 @@ class TextClassification(TextSplits):
         labels = None if labels is None else list(map(str, labels))
         if labels is not None and (len(labels) < 2 or len(set(labels)) < len(labels)):
             raise MisconfigurationException(
-                f"labels must be two or more different ones, or None for those of the training set, got {labels!r}"
+                "labels must list two or more different labels, or be None for those of the training set, got"
+                f" {labels!r}"
             )
         if labels is not None and self.regression:
-            raise MisconfigurationException(f"labels={labels!r} are classes, and regression=True predicts numbers")
+            raise MisconfigurationException(
+                f"labels={labels!r} are classes, but regression=True predicts numbers: leave out one of them"
+            )
         self.task = task
         self.labels = labels if labels is not None or found is None else list(found.labels) or None
         self.header = header
@@ -161,10 +164,11 @@ class TextClassification(TextSplits):
             samples.append((parts[0], parts[1]))
         if not self.header and self.labels is None and samples[0][1].lower() in _HEADER_LABELS:
             raise MisconfigurationException(
-                f"{path} begins with column names, {lines[0]!r}: set header=True (or, if it is a text, name all labels)"
+                f"{path} begins with column names, {lines[0]!r}: set header=True (or, if this line is a sample, name"
+                " all labels)"
             )
         if self.header and len(samples) == 1:
-            raise MisconfigurationException(f"{path} holds no line but its header, {lines[0]!r}")
+            raise MisconfigurationException(f"{path} has no line after its header, {lines[0]!r}")
         texts, labels = zip(*samples[self.header :], strict=True)
         return Table({"text": texts, "label": labels}, str(path), first_line=1 + self.header)
 
@@ -185,7 +189,9 @@ class TextClassification(TextSplits):
             return None
         lacking = [row for row, value in enumerate(values) if missing[row] and (value is None or not self.regression)]
         if lacking:
-            raise MisconfigurationException(f"{table.place(lacking[0])}: there is no label, but {values[lacking[0]]!r}")
+            raise MisconfigurationException(
+                f"{table.place(lacking[0])}: it has {values[lacking[0]]!r} in place of a label: leave the row out"
+            )
         return values
 
     def _classes_of(self, table: Table) -> list[str]:
@@ -194,7 +200,7 @@ class TextClassification(TextSplits):
         found = list(named) if named is not None else sorted({str(value) for value in values})
         if len(found) < 2:
             raise MisconfigurationException(
-                f"{table.source} has no label but {found[0]!r}, and a classifier needs two; numbers to predict need"
+                f"{table.source} has only the label {found[0]!r}, but a classifier needs two; to predict numbers, set"
                 " regression=True"
             )
         return sorted(found, key=float) if named is None and all(map(_is_number, found)) else found
@@ -260,7 +266,7 @@ class TextClassification(TextSplits):
         if not lowest <= self.max_length <= highest:
             raise MisconfigurationException(
                 f"max_length={self.max_length} does not fit tokenizer={self.tokenizer!r}, which takes {lowest}"
-                f" (one token of each text beside the special ones) to {highest}"
+                f" (one token of each text in addition to the special ones) to {highest}"
             )
 
 

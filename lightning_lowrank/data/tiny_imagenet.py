@@ -31,11 +31,11 @@ class TinyImageNet(PhotographDataModule):
 
     Arguments are those of `TorchvisionDataModule`; ``augment`` is on by default. ``download`` fetches and unpacks
     http://cs231n.stanford.edu/tiny-imagenet-200.zip (248 MB) in ``root`` if neither the folder nor the decoded images
-    are there.
+    exist.
 
     Raises:
         MisconfigurationException: If an argument is out of range, the folder is absent and cannot be downloaded, or is
-            incomplete (what is missing is named), or there is no room for the decoded images.
+            incomplete (the message names the missing part), or the disk has no space for the decoded images.
 
     Example:
         >>> TinyImageNet(root="data", augment=False).image_shape
@@ -89,7 +89,7 @@ class TinyImageNet(PhotographDataModule):
 
     def _decode(self) -> None:
         if not self.folder.is_dir():
-            raise FileNotFoundError(f"{self.folder} not found. {self.url} is unpacked in {self.folder.parent}.")
+            raise FileNotFoundError(f"{self.folder} not found: {self.url} must be unpacked in {self.folder.parent}.")
         names = sorted((self.folder / "wnids.txt").read_text().split())
         if len(names) != self.num_classes:
             raise RuntimeError(f"{self.folder / 'wnids.txt'} names {len(names)} classes, not {self.num_classes}")

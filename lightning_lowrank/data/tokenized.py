@@ -29,14 +29,14 @@ class TokenizedTexts(HasColumns, Dataset[dict[str, Any]]):
     """Tokenised texts of different lengths and their targets, in memory.
 
     A sample is ``{"input_ids": tokens, "labels": target}`` with an int64 tensor of the text's own length, and
-    ``token_type_ids`` where given. `PadTexts` makes a batch of samples.
+    ``token_type_ids`` if given. `PadTexts` makes a batch of samples.
 
     Args:
         input_ids: Token indices of each text, special tokens included.
         targets: Class index of each text, kept as a ``LongTensor`` in the attribute of the same name; or the number
             to predict for each, a ``FloatTensor``. ``None``: samples have no ``labels``.
         token_types: For each text which of its tokens are of the first text of a pair (0) and of the second (1).
-        columns: What else is known of each text. ``dataset["speaker"]`` is the column of that name, and
+        columns: Further columns of the texts. ``dataset["speaker"]`` is the column of that name, and
             ``ByKey("speaker")`` finds it.
 
     Attributes:
@@ -65,7 +65,7 @@ class TokenizedTexts(HasColumns, Dataset[dict[str, Any]]):
         self.targets: Tensor | None = None
         if targets is not None:
             if len(targets) != len(input_ids):
-                raise ValueError(f"targets must hold one for each of {len(input_ids)} texts, got {len(targets)}")
+                raise ValueError(f"targets must hold one target for each of {len(input_ids)} texts, got {len(targets)}")
             self.targets = torch.as_tensor(targets)
             self.targets = self.targets.float() if self.targets.is_floating_point() else self.targets.long()
         empty = next((index for index, tokens in enumerate(input_ids) if not len(tokens)), None)
@@ -127,7 +127,7 @@ class AnsweredTexts(TokenizedTexts):
         super().__init__(input_ids, columns=columns)
         self._answered = _flat(answered, np.bool_)
         if len(self._answered) != len(self._tokens):
-            raise ValueError("answered must say of each token of input_ids whether it is to be predicted")
+            raise ValueError("answered must hold True or False for each token of input_ids")
 
     def _sample(self, index: int) -> dict[str, Any]:
         sample, answered = super()._sample(index), self._answered[self._place(index)]
@@ -138,7 +138,7 @@ class AnsweredTexts(TokenizedTexts):
 class PadTexts:
     """Collate function that pads samples on the right, to the longest or to a multiple.
 
-    Samples are dictionaries of ``input_ids`` and, where all have them, ``token_type_ids`` (padded with 0) and
+    Samples are dictionaries of ``input_ids`` and, if all have them, ``token_type_ids`` (padded with 0) and
     ``labels``: numbers, or a label for each token (padded with -100).
 
     Args:

@@ -19,7 +19,7 @@ class TorchvisionDataModule(VisionDataModule):
 
     Args:
         root: Folder that holds the data, in torchvision's layout.
-        download: Let torchvision download what is missing. Files that are there are used as they are.
+        download: Let torchvision download missing files. Existing files are used as they are.
         **kwargs: Arguments of `VisionDataModule`: ``batch_size``, ``eval_batch_size``, ``num_workers``, ``augment``,
             ``validation``, ``limit_samples``, ``seed``, ``normalize``.
 

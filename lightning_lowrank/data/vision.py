@@ -20,7 +20,7 @@ class VisionDataModule(SplitsInMemory):
     """Base class of the image datamodules: splits, loaders, normalisation and augmentation.
 
     The papers that this package reproduces report the best round *on the test set*. Therefore ``validation="test"`` is
-    the default where a data set has a test set: ``val_dataloader`` serves the test images, and the best round is chosen
+    the default if a data set has a test set: ``val_dataloader`` serves the test images, and the best round is chosen
     by looking at the test set. A share, such as ``validation=0.1``, holds out that part of the training images instead,
     and leaves the test set for a final ``test``.
 

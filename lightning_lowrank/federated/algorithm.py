@@ -1,7 +1,8 @@
 """The base class of federated methods: nine hooks, and the declared properties of a method.
 
 `FederatedLoop` calls the hooks. A published method overrides those in which it differs from federated averaging, in one
-short file under ``lightning_lowrank/algorithms``. What few methods need is in `lightning_lowrank.federated.protocols`.
+short file under ``lightning_lowrank/algorithms``. Hooks that few methods need are in
+`lightning_lowrank.federated.protocols`.
 """
 
 from __future__ import annotations
@@ -23,14 +24,14 @@ from lightning_lowrank.federated.state import Base, ClientContext, ClientInfo, S
 class LocalStep:
     """The properties of a local step that a method may read; one client makes the step, or several together.
 
-    Where clients step together every tensor has them as its first dimension, ``[clients, …]``. A method that acts on
-    each number alone, and uses `expand` for what is one number per client, serves both.
+    If clients step together every tensor has them as its first dimension, ``[clients, …]``. A method that acts on
+    each number alone, and uses `expand` for values with one number per client, works in both cases.
 
     Args:
         base: The copy of the module that steps, its optimizers, and what every side holds.
         round: Number of the round, from 0.
         clients: Ids of the clients.
-        parameters: The trained parameters by name. Their ``grad`` is there in `Algorithm.before_step`.
+        parameters: The trained parameters by name. Their ``grad`` is set in `Algorithm.before_step`.
         buffers: The persistent buffers by name; may be changed in place.
         round_state: The clients' `ClientContext.round_state`; tensors in it may be changed in place.
         number: Number of the step, from 0 in each round.
@@ -87,9 +88,10 @@ class Claims:
         needs_only_mean: Whether the server's half does the same with the clients' mean in place of each message.
             `ClientPrivacy` and secure aggregation give it nothing else. ``None``: if `Algorithm.receive` is inherited.
         needs_labels: Whether the client's half reads the labels of its training samples.
-        local_part: What is trained and stays with the clients, so that the global model has its initial values. A fit
+        local_part: The trained part that stays with the clients, so that the global model has its initial values. A fit
             without ``personal_test`` warns.
-        unprotected: What of a client's message the aggregator does not see as values. Robust rules are refused then.
+        unprotected: The part of a client's message that the aggregator does not see as values. Robust rules are refused
+            then.
         not_single_numbers: Why the aggregator's rule must go by distances between messages. Robust rules of single
             numbers are refused then.
         trained_set_may_change: Whether other parameters may be trained from some round on, as with Lightning's
@@ -119,7 +121,7 @@ class Algorithm(Configured):
     """A federated method. The base class is plain federated averaging (FedAvg).
 
     A method has two halves that meet only in messages. The server's half gets the `Server`, a `ClientInfo` and a
-    client's message, and never what a client keeps. The client's half gets a `ClientContext` and the message that was
+    client's message, and never a client's state. The client's half gets a `ClientContext` and the message that was
     sent to it, and never the `Server`. So a method that runs in a simulation also runs between real sites.
 
     Before the first round `setup` is called on each copy of the module. The order in a round: on the server
@@ -127,7 +129,7 @@ class Algorithm(Configured):
     `loss`, the backward pass and `before_step`) and `end`, then `receive` on the server; after the last client
     `aggregate`. Between rounds the module holds ``server.model``.
 
-    What lasts is kept in ``server.state``, ``client.state`` and ``base.state``: tensors and plain Python, which
+    Values that last belong in ``server.state``, ``client.state`` and ``base.state``: tensors and plain Python, which
     checkpoints and sites save. The method's own attributes hold its settings, what `setup` finds in the module, and
     caches of such: nothing that must survive a checkpoint or reach another process, for there another object of the
     method continues.
@@ -137,7 +139,7 @@ class Algorithm(Configured):
     """
 
     claims: Claims = Claims()
-    """What the method says of itself; ``__init__`` or `setup` may set another on the object."""
+    """The method's declared properties; ``__init__`` or `setup` may set others on the object."""
 
     # # Hooks on the server and on clients
 
@@ -165,7 +167,7 @@ class Algorithm(Configured):
         """Receive the message from ``client``; ``weight`` is its share before normalisation.
 
         Tensors in ``server.state`` are replaced, not changed in place: after an error, between real sites,
-        ``server.state`` becomes what it was, and the client counts as failed.
+        ``server.state`` is restored, and the client counts as failed.
         """
         server.aggregator.add(message.tensors, weight)
 
@@ -185,9 +187,9 @@ class Algorithm(Configured):
     def loss(self, step: LocalStep, batch: Any, training_step: Callable[[], Any]) -> Any:
         """The objective of a batch: a loss, or any other value that the module's ``training_step`` may return.
 
-        Called in each step in place of ``training_step``, which it calls. Where clients step together, it is mapped
+        Called in each step in place of ``training_step``, which it calls. If clients step together, it is mapped
         over them: it sees the tensors of one client, and may not decide by their values. A module that optimizes
-        manually ignores what is returned, so that a method with a ``loss`` of its own is refused there.
+        manually ignores the result, so that a method with a ``loss`` of its own is refused for it.
 
         Args:
             step: The step. Inside, ``parameters``, ``buffers`` and ``round_state`` are those of one client.
@@ -199,7 +201,7 @@ class Algorithm(Configured):
     def before_step(self, step: LocalStep) -> None:
         """Change the gradients, before gradient clipping and the optimizer step.
 
-        The ``grad`` of a parameter that the loss does not depend on may be ``None``. Where clients step together, every
+        The ``grad`` of a parameter that the loss does not depend on may be ``None``. If clients step together, every
         tensor has them as its first dimension.
         """
 

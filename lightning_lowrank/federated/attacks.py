@@ -48,12 +48,12 @@ class Attempt:
 
     Args:
         original: The change that it would have sent, had it been honest; float64.
-        honest: The changes of the cohort's honest clients, ``[clients, …]``, float64. Where there are none, the
+        honest: The changes of the cohort's honest clients, ``[clients, …]``, float64. If there are none, the
             attackers' own.
         attackers: Number of attackers in the cohort.
         arrivals: Number of clients in the cohort that answer.
         share: The attackers' share of the weights of all that answer.
-        draws: Generator of what the attacker draws, its own for each round, client and tensor.
+        draws: Generator of the attacker's draws, with a seed for each round, client and tensor.
     """
 
     original: Tensor
@@ -110,7 +110,7 @@ class Attack(Configured, ABC):
             unknown = sorted(each for each in given if not 0 <= each < clients)
             if unknown:
                 raise MisconfigurationException(
-                    f"attackers: {type(self).__name__} names {unknown}, and clients go from 0 to {clients - 1}."
+                    f"attackers: {type(self).__name__} names {unknown}, but client ids are 0 to {clients - 1}."
                 )
             return tuple(sorted(given))
         trained = [client for client, size in enumerate(sizes) if size]
@@ -135,7 +135,7 @@ class Attack(Configured, ABC):
         raise NotImplementedError
 
     @torch.no_grad()
-    def forged(
+    def forge_all(
         self,
         arrivals: Sequence[Arrival],
         members: Sequence[int],
@@ -145,7 +145,7 @@ class Attack(Configured, ABC):
         """A round's arrivals with the attackers' messages replaced by forged ones.
 
         Args:
-            arrivals: What the round's clients would send.
+            arrivals: The messages that the round's clients would send.
             members: Ids of the attackers.
             origins: For each client that answers the values that its message differs little from, by name.
             seed: Seed of the round's draws.
@@ -280,7 +280,7 @@ class ALIE(Attack):
         deviations: :math:`z`, above 0. ``None``: the paper's, at which as many honest clients are farther from the
             mean as the attackers need for a majority:
             :math:`z = \Phi^{-1}\left(\frac{n - m - s}{n - m}\right)`, :math:`s = \lfloor n/2 + 1 \rfloor - m` for
-            :math:`m` attackers of :math:`n`, and at least 0. It is small where there are few attackers.
+            :math:`m` attackers of :math:`n`, and at least 0. It is small if there are few attackers.
 
     Raises:
         MisconfigurationException: If an argument is out of range.
@@ -388,7 +388,7 @@ class LabelPoison:
     """Replaces the labels of attackers' samples when batches are read.
 
     Args:
-        attack: What labels become.
+        attack: Returns the new labels.
         samples: Indices of the attackers' samples.
         size: Number of samples of the training set.
         classes: Number of classes.
@@ -429,7 +429,7 @@ class LabelPoison:
         if len(outside):
             raise MisconfigurationException(
                 f"{type(self._attack).__name__} flips labels from 0 to {self._classes - 1}, and one is"
-                f" {outside.flatten()[0].item()}: give classes= the number of classes."
+                f" {outside.flatten()[0].item()}: set classes= to the number of classes."
             )
         return self._attack.poisoned(labels, self._classes)
 
@@ -477,7 +477,7 @@ class Attackers(RoundStage):
             return []
         origins = {arrival.client.id: self._origin_of(arrival) for arrival in arrivals}
         seed = derive_seed(self._seed, "attack", self._round)
-        return self._attack.forged(arrivals, sorted(self.members), origins, seed)
+        return self._attack.forge_all(arrivals, sorted(self.members), origins, seed)
 
     def _origin_of(self, arrival: Arrival) -> Mapping[str, Tensor]:
         origin = arrival.find_origin(arrival.client)

@@ -27,7 +27,7 @@ class Broadcasts:
         algorithm: The method.
         server: The server.
         wire: The channels.
-        info: Returns what the server knows of a client in the present round.
+        info: Returns the server's `ClientInfo` of a client in the present round.
         robust: Whether answers are averaged by a robust rule, which would take the downlink's losses for changes.
     """
 

@@ -1,4 +1,4 @@
-"""Whether attributes of the module that a client's steps change affect the next client's steps.
+"""Detects attributes of the module that one client's steps change and the next client's steps depend on.
 
 `Isolation` asks before it warns: most attributes that change are totals, caches and counters that nothing trains by.
 """
@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torchmetrics import Metric, MetricCollection
 
-from lightning_lowrank.arguments import listed
+from lightning_lowrank.arguments import join_names
 from lightning_lowrank.federated.execution.snapshot import Snapshot
 from lightning_lowrank.federated.leaks import names_of_lightning, reachable
 from lightning_lowrank.federated.state import trained_tensors
@@ -70,8 +70,9 @@ class CarriedValues:
         named = names if names and self._reach(batch) else shadows
         if named:
             rank_zero_warn(
-                f"training changes attributes of the module: {listed(named)}. Their values pass from one client to the"
-                " next and are not averaged. Register what belongs to the model as a buffer, so that each client"
+                f"training changes attributes of the module: {join_names(named)}. Their values pass from one client to"
+                " the"
+                " next and are not averaged. Register values that belong to the model as buffers, so that each client"
                 " starts from the global value."
             )
         return bool(named)
@@ -79,8 +80,8 @@ class CarriedValues:
     def _reach(self, batch: Any) -> bool:
         """Whether a step on ``batch`` differs between the present and the initial values of the attributes.
 
-        Counters are tried with much larger numbers as well. All is put back. A step that cannot be tried counts as
-        another one, and so does one after a change of a tensor that is too large to be copied.
+        Counters are tried with much larger numbers as well. Everything is restored. A step that cannot be tried counts
+        as another one, and so does one after a change of a tensor that is too large to be copied.
         """
         if any(version_of(tensor) != version for tensor, version in self._large):
             return True

@@ -1,6 +1,6 @@
 """Checks before the fit: refuse configurations that would silently train the wrong thing.
 
-What is refused raises a MisconfigurationException.
+A refusal is a MisconfigurationException.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
 from lightning_lowrank.aggregation import Aggregator, DistanceRule, RobustRule
-from lightning_lowrank.arguments import listed
+from lightning_lowrank.arguments import join_names
 from lightning_lowrank.configuration import check_integer
 from lightning_lowrank.federated.algorithm import Algorithm, CompletesModels
 from lightning_lowrank.federated.protocols import inherits
@@ -92,7 +92,7 @@ def check_optimizers(trainer: pl.Trainer, module: nn.Module) -> None:
     if not trainer.optimizers or 0 < trained == len(in_no_optimizer(module, trainer.optimizers)):
         raise MisconfigurationException(
             f"no optimizer has a parameter of {type(module).__name__}, and nothing would be trained: return one from"
-            " configure_optimizers(), built from self.parameters(), also where the module optimizes manually."
+            " configure_optimizers(), built from self.parameters(), even if the module optimizes manually."
         )
     check_trained(module, trainer.optimizers)
     own = {id(value) for value in module.parameters()}
@@ -112,17 +112,17 @@ def refuse_plateaus_of_steps(schedulers: Sequence[Any]) -> None:
     for config in schedulers:
         if config.interval == "step" and config.reduce_on_plateau:
             raise MisconfigurationException(
-                f"{type(config.scheduler).__name__} with interval='step' looks at {config.monitor!r} after each step,"
+                f"{type(config.scheduler).__name__} with interval='step' monitors {config.monitor!r} after each step,"
                 " but a client's figures are known only at its end: set interval='epoch', which counts rounds."
             )
 
 
-def check_validation_interval(trainer: Any, turns: Callable[[], int] | None, stacked: bool) -> list[str]:
+def validation_interval_note(trainer: Any, turns: Callable[[], int] | None, stacked: bool) -> list[str]:
     """A sentence on ``val_check_interval``, if it is a number: it counts turns of the loop, not batches.
 
     Args:
         trainer: The trainer, in whose loop a turn is a client, or clients that step together.
-        turns: Returns the number of turns in the first round; ``None`` in a fit that goes on from a checkpoint.
+        turns: Returns the number of turns in the first round; ``None`` in a fit that resumes from a checkpoint.
         stacked: Whether clients step together.
 
     Raises:
@@ -160,7 +160,7 @@ def check_trained(module: nn.Module, optimizers: Iterable[Optimizer]) -> None:
     if forgotten:
         raise MisconfigurationException(
             f"{len(forgotten)} trainable parameters are in no optimizer and would never be trained:"
-            f" {listed(forgotten)}. Build the optimizer in"
+            f" {join_names(forgotten)}. Build the optimizer in"
             " configure_optimizers() from self.parameters() (which holds the factors by then), or freeze them with"
             " requires_grad_(False)."
         )
@@ -183,8 +183,8 @@ def check_followed(
         before: Those of the rounds before; ``None`` in a fit's first round.
 
     Raises:
-        MisconfigurationException: If nothing is trained, a parameter is gone, no optimizer has it, or the method, error
-            feedback or moments continue from other parameters.
+        MisconfigurationException: If nothing is trained, a parameter was removed, a parameter is in no optimizer, or
+            the method, error feedback or moments continue from other parameters.
     """
     if not trained:
         raise MisconfigurationException(f"in round {number} no parameter of the module is trained: all are frozen.")
@@ -195,10 +195,11 @@ def check_followed(
     gone = sorted(before.keys() - dict(base.module.named_parameters(remove_duplicate=False)).keys())
     if gone:
         raise MisconfigurationException(
-            f"the rounds before round {number} trained {listed(gone)}, which the module no longer has: something has"
+            f"the rounds before round {number} trained {join_names(gone)}, which the module no longer has: something"
+            " has"
             " replaced parameters, as pruning and parametrizations do. Do that before or after the fit."
         )
-    changed = listed(sorted(trained.keys() ^ before.keys()))
+    changed = join_names(sorted(trained.keys() ^ before.keys()))
     reason = why_trained_set_is_fixed(settings)
     if changed and reason:
         raise MisconfigurationException(
@@ -228,7 +229,8 @@ def check_factor_gradients(
     if not unseen:
         return
     problem = (
-        f"the first step gives no gradient to the factors of {listed(unseen)}: the step does not use these layers, or"
+        f"the first step gives no gradient to the factors of {join_names(unseen)}: the step does not use these layers,"
+        " or"
         " uses a weight that the module read before LowRank converted them. Leave such layers out:"
         f" LowRank(exclude={unseen[:3]})."
     )
@@ -259,11 +261,11 @@ def check_rule(algorithm: Algorithm, rule: Aggregator) -> None:
     if claims.unprotected:
         raise MisconfigurationException(
             f"{method} and aggregator={rule!r} do not go together: {claims.unprotected}, which a robust rule cannot"
-            " protect. Use a method that averages what clients send, such as FedAvg or FedMUD, or leave out aggregator."
+            " protect. Use a method that averages clients' messages, such as FedAvg or FedMUD, or leave out aggregator."
         )
     if claims.not_single_numbers and not isinstance(rule, DistanceRule):
         raise MisconfigurationException(
-            f"{method} and aggregator={rule!r} do not go together: {claims.not_single_numbers}. Use a rule that goes by"
+            f"{method} and aggregator={rule!r} do not go together: {claims.not_single_numbers}. Use a rule based on"
             " distances, such as GeometricMedian() or MultiKrum(); or FedAvg, which averages factors as any parameters."
         )
 
@@ -388,7 +390,7 @@ def check_manual_optimization(settings: FederatedSettings, module: pl.LightningM
     else:
         return
     raise MisconfigurationException(
-        f"{acting}, which a module that optimizes manually does not let it: use automatic optimization."
+        f"{acting}, which is not possible in a module that optimizes manually: use automatic optimization."
     )
 
 
@@ -401,7 +403,8 @@ def refuse_lazy(module: nn.Module) -> None:
     lazy = [name for name, value in chain(module.named_parameters(), module.named_buffers()) if is_lazy(value)]
     if lazy:
         raise MisconfigurationException(
-            f"{listed(lazy)} {'have' if len(lazy) > 1 else 'has'} no shape yet, as lazy layers have none before their"
+            f"{join_names(lazy)} {'have' if len(lazy) > 1 else 'has'} no shape yet, as lazy layers have none before"
+            " their"
             " first batch: call the module once, module(example), before the fit."
         )
 
@@ -423,12 +426,13 @@ def check_local_update(algorithm: Algorithm, trainer: pl.Trainer) -> None:
 
 
 def refuse_batch_norm(module: nn.Module, asking: str, way_out: str = "") -> None:
-    """Refuse BatchNorm layers, whose statistics mix samples; ``asking`` names the setting that cannot have them."""
+    """Refuse BatchNorm layers, whose statistics mix samples; ``asking`` names the setting that excludes them."""
     found = [name for name, layer in module.named_modules() if isinstance(layer, BATCH_NORMS)]
     if found:
         raise MisconfigurationException(
-            f"{asking} cannot bound what the statistics of BatchNorm ({listed(found)}) tell of single samples, nor keep"
-            f" them positive under noise: {way_out}use GroupNorm or LayerNorm."
+            f"{asking} cannot bound the influence of single samples on the statistics of BatchNorm"
+            f" ({join_names(found)}),"
+            f" nor keep variances positive under noise: {way_out}use GroupNorm or LayerNorm."
         )
 
 
@@ -441,7 +445,7 @@ def check_factors_move(module: nn.Module, trained: Iterable[str], asking: str) -
     Args:
         module: The module.
         trained: Names of the parameters that are trained.
-        asking: What refuses, for the message.
+        asking: The setting that refuses, for the message.
     """
     names = set(trained)
     still = []
@@ -469,15 +473,16 @@ def check_factors_move(module: nn.Module, trained: Iterable[str], asking: str) -
             still.append(layer_name)
     if still:
         raise MisconfigurationException(
-            f"{asking}: none of the factors of {listed(still)} that are trained can move, since each is multiplied by"
-            " a factor that is zero, and all their steps would be noise: train the other factor too (LoRA's B, not A"
+            f"{asking}: the trained factors of {join_names(still)} have zero gradients, because each is multiplied by a"
+            " factor that is zero, so that their steps would be noise alone: train the other factor too (LoRA's B, not"
+            " A"
             " alone), or initialise it to other values than zero."
         )
 
 
 _OF_STATISTICS: dict[BufferPolicy, str] = {
     "average": "are averaged over clients and may fit no model",
-    "reset": "start anew at each client, are averaged, and may fit no model",
+    "reset": "start again at each client, are averaged, and may fit no model",
     "local": "stay with their clients, while the global model keeps its initial ones",
 }
 
@@ -506,8 +511,8 @@ def notes(module: pl.LightningModule, buffers: BufferPolicy, schedulers: Sequenc
 
     Args:
         module: The module.
-        buffers: What becomes of buffers.
-        schedulers: The trainer's, where it has set them up.
+        buffers: The setting ``buffers``.
+        schedulers: The trainer's, if it has set them up.
     """
     found = []
     layers = _layers_that_track(module)
@@ -531,7 +536,8 @@ def notes(module: pl.LightningModule, buffers: BufferPolicy, schedulers: Sequenc
     ]
     if bypassed and torch.backends.mha.get_fastpath_enabled():
         found.append(
-            f"PEFT wrapped parts of {listed(bypassed)}, and torch evaluates an nn.TransformerEncoderLayer by the base"
+            f"PEFT wrapped parts of {join_names(bypassed)}, and torch evaluates an nn.TransformerEncoderLayer by the"
+            " base"
             " weights, without the adapters: call torch.backends.mha.set_fastpath_enabled(False) before the fit, or"
             " validation and test evaluate the model without its adapters."
         )
@@ -571,7 +577,7 @@ def resume_notes(trainer: Any) -> list[str]:
 
 
 _BY_PERSONAL_TEST = (
-    "Judge the clients' own models by FederatedLoop(personal_test=...), and monitor their figures, such as"
+    "Evaluate the clients' own models by FederatedLoop(personal_test=...), and monitor their figures, such as"
     ' monitor="personal/val_acc".'
 )
 
@@ -593,7 +599,7 @@ def warn_of_changed_base(algorithm: Algorithm, base: Base) -> None:
         rank_zero_warn(
             f"{type(algorithm).__name__} changed base weights of the model that PEFT wrapped, and its"
             " save_pretrained() writes the adapter without them: lightning_lowrank.export_adapter(module, folder,"
-            " base=pretrained_network) writes an adapter that is whole. For weights that are not quantised,"
+            " base=pretrained_network) writes a complete adapter. For weights that are not quantised,"
             " merge_and_unload() returns the whole model, and `lightning-lowrank export` writes base and adapter."
         )
 

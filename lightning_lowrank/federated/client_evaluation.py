@@ -27,7 +27,7 @@ from lightning_lowrank.federated.algorithm import CompletesModels, detached
 from lightning_lowrank.federated.data.batches import BatchReader, Request
 from lightning_lowrank.federated.data.device import DeviceData
 from lightning_lowrank.federated.data.evaluation_samples import matched_labels
-from lightning_lowrank.federated.data.labels import find_named_labels, numbered_alike
+from lightning_lowrank.federated.data.labels import find_named_labels, renumber_like
 from lightning_lowrank.federated.data.loader_checks import check_loader
 from lightning_lowrank.federated.data.training_set import RoundData
 from lightning_lowrank.federated.exchange import Exchange
@@ -36,20 +36,20 @@ from lightning_lowrank.federated.logbook import Logbook
 from lightning_lowrank.federated.protocols import Personal, UnequalClients
 from lightning_lowrank.federated.randomness import StepRandomness, step_seed
 from lightning_lowrank.federated.run_files import write_client_table
-from lightning_lowrank.federated.state import changed, copy_into, trained_tensors
+from lightning_lowrank.federated.state import changed_names, copy_into, trained_tensors
 from lightning_lowrank.internals.lightning import HOOK, batch_transfer, log_figures, overrides
 from lightning_lowrank.layers import low_rank_layers, unmerge
 from lightning_lowrank.metric_direction import direction, monitors_of
 from lightning_lowrank.seeding import derive_seed, generator
 
 NOT_JUDGED = (
-    "clients' own models and models of further sizes are not judged, only the module's own weights. The fit logs"
+    "clients' own models and models of further sizes are not evaluated, only the module's own weights. The fit logs"
     " their figures."
 )
 NO_VALIDATION = (
-    "judges clients' own models where a validation comes at a round's end, and this fit has no such validation. Have a"
+    "evaluates clients' own models if a validation is due at a round's end, but this fit has no such validation. Have a"
     " validation loader and a validation_step, limit_val_batches above 0, check_val_every_n_epoch up to max_epochs, and"
-    " a val_check_interval that divides a round's batches. trainer.test() after the fit judges them as well."
+    " a val_check_interval that divides a round's batches. trainer.test() after the fit evaluates them as well."
 )
 _CONTAINERS = (list, dict, set, deque, OrderedDict, defaultdict)
 _WORST_OF = 10
@@ -61,7 +61,7 @@ def validates_rounds(trainer: pl.Trainer) -> bool:
     return trainer.enable_validation and (last in (None, -1) or last >= every)
 
 
-def left_out(module: pl.LightningModule) -> list[str]:
+def skipped_hook_notes(module: pl.LightningModule) -> list[str]:
     """Sentences on the module's hooks that do not run for each client's own model."""
     kind = type(module).__name__
     return [
@@ -79,7 +79,7 @@ def figures(
     """Statistics over clients: the mean, the mean of the worst tenth, and the sample standard deviation (n − 1).
 
     A single client has no deviation. Each client has the same weight, whatever its number of samples. The worst tenth
-    is rounded down to at least one client, and left out where it is not known whether ``higher_is_better``. A value
+    is rounded down to at least one client, and left out if it is not known whether ``higher_is_better``. A value
     that is not a number is worse than any number. ``model`` says whose figures they are.
 
     Example:
@@ -102,9 +102,9 @@ class ClientEvaluation:
 
     A client's values are those that Lightning would log in an epoch over its samples. The module's hooks from
     ``on_validation_epoch_start`` to ``on_validation_epoch_end`` run for each client; those of callbacks do not. So does
-    ``on_validation_start``, which may empty a list, where the module has no ``on_validation_end``. With both they may
-    be a pair, as for weights that are exchanged, and the one that Lightning has called is not to be called again. What
-    the module logs is reduced as Lightning reduces it, and returned instead of logged. All that the loader's dataset
+    ``on_validation_start``, which may empty a list, if the module has no ``on_validation_end``. With both they may
+    be a pair, as for weights that are exchanged, and the one that Lightning has called is not to be called again.
+    Logged values are reduced as Lightning reduces them, and returned instead of logged. All that the loader's dataset
     and the step draw is a function of (seed, client, batch), the same in every run.
 
     Args:
@@ -155,7 +155,7 @@ class ClientEvaluation:
         self.clients = tuple(self._indices)
         """Ids of the clients that have test samples, ascending."""
         self.higher_is_better: dict[str, bool] = {}
-        """What the metric objects that the last run logged say of themselves, by the names they were logged under."""
+        """Whether higher is better, as the last run's logged metric objects state it, by logged name."""
         self._requests: list[Request] = []
         self._reader = BatchReader(plain, lambda: self._requests, device_data=device_data)
 
@@ -182,7 +182,7 @@ class ClientEvaluation:
         Args:
             trainer: The trainer, in the stage.
             module: Its module. Values of trained parameters and persistent buffers, training modes, metrics, and
-                attributes that are numbers, strings or lists, dictionaries and sets of these are restored, also where
+                attributes that are numbers, strings or lists, dictionaries and sets of these are restored, also if
                 the step raises.
             stage: Whether ``validation_step`` or ``test_step`` runs.
             states: Gives a client's own values by name, asked in ascending order of the clients. A missing name keeps
@@ -193,7 +193,7 @@ class ClientEvaluation:
         Returns:
             For each name that was logged, the value of each client by its number: the mean over the client's batches,
             weighted by their sizes (or another ``reduce_fx``), and what metric objects computed on the client's
-            samples alone. What is logged with ``on_epoch=False`` is left out.
+            samples alone. Values logged with ``on_epoch=False`` are left out.
 
         Raises:
             MisconfigurationException: If the module has no such step, or one that takes ``dataloader_iter``, or logs a
@@ -315,10 +315,10 @@ class _Step:
 
 @contextmanager
 def _worked_on_copies(module: pl.LightningModule) -> Iterator[list[Metric | MetricCollection]]:
-    """Run with copies of a module's buffers and metrics; restore the originals.
+    """A context with copies of a module's buffers and metrics; restores the originals.
 
     The metric objects stay the same, because a module may refer to them in other ways than by its attributes, and
-    because a metric's ``clone()`` fails where its state has a gradient.
+    because a metric's ``clone()`` fails if its state has a gradient.
 
     Yields:
         The module's metrics and metric collections.
@@ -341,7 +341,7 @@ def _worked_on_copies(module: pl.LightningModule) -> Iterator[list[Metric | Metr
 
 
 def _copy(value: Any, copies: dict[int, Any], with_tensors: bool) -> Any:
-    """Copy containers, and tensors ``with_tensors``, once each; return any other value unchanged."""
+    """A copy of a container or, ``with_tensors``, of a tensor, made once for each; any other value itself."""
     if id(value) in copies:
         return copies[id(value)]
     if isinstance(value, Tensor) and with_tensors:
@@ -396,14 +396,15 @@ class FurtherModels:
     def evaluate(self, trainer: Any, module: pl.LightningModule, stage: Literal["validate", "test"]) -> None:
         """Log figures of clients' personal models on the clients' test data, and of variants on all test data.
 
-        Where a module was given other weights after the fit, there are no such models of these, and nothing is logged.
+        If a module was given other weights after the fit, there are no such models of these, and nothing is logged.
         """
         exchange, algorithm = self._exchange, self._exchange.algorithm
         variants = UnequalClients.of(algorithm).variants(exchange.server)
         judged = variants or self._settings.personal_test is not None
         if judged and trainer.state.fn != "fit" and not self._has_last_round(module):
             rank_zero_warn(
-                f"{type(module).__name__} holds other weights than the last round left, as with ckpt_path: {NOT_JUDGED}"
+                f"{type(module).__name__} does not hold the weights of the last round, as after loading ckpt_path:"
+                f" {NOT_JUDGED}"
             )
             return
         loader = trainer.val_dataloaders if stage == "validate" else trainer.test_dataloaders
@@ -475,7 +476,7 @@ class FurtherModels:
             return False
         live = server.base.parameters(trained_tensors(module))
         shown = server.model
-        return not changed(live, {name: shown[name].to(value.device) for name, value in live.items()})
+        return not changed_names(live, {name: shown[name].to(value.device) for name, value in live.items()})
 
     def _run(
         self,
@@ -543,5 +544,5 @@ class FurtherModels:
             return self._settings.partition.divide_evaluation(dataset, self._data.indices)
         assert self._data.label_values is not None
         labels, names = find_named_labels(dataset, self._settings.labels)
-        labels = numbered_alike(labels, names, self._data.label_names)
+        labels = renumber_like(labels, names, self._data.label_names)
         return matched_labels(self._data.indices, self._data.label_values, labels)

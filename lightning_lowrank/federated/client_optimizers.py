@@ -27,7 +27,7 @@ _OF_ONE_CLIENT = ("params", "stacked", "subspaces")
 _COUNTS_OF_REFRESHES = ("refresh_number", "steps_since_refresh")
 _SHARED = ("step", "mu_product")
 _OF_EVERY_OPTIMIZER = vars(Optimizer([nn.Parameter(torch.empty(0))], {})).keys() | {"step", "_opt_called"}
-"""What torch and its schedulers keep on each optimizer."""
+"""Attributes that torch and its schedulers set on each optimizer."""
 _SCHEDULED = ("lr", "initial_lr", "momentum", "betas", "weight_decay")
 _ELEMENTWISE: list[type[Optimizer]] = [
     torch.optim.SGD,
@@ -116,9 +116,9 @@ class ClientOptimizers:
     """The optimizers and schedulers of a fit, which all clients use in turn.
 
     A client begins with fresh optimizers, or with the moments that it keeps between rounds; with the options of its
-    own; and with step-wise schedules where the round began. The next round goes on from the client with the most steps.
-    Schedulers that Lightning steps once an epoch are left alone. Under manual optimization, where the module steps
-    them when it likes, each client begins with all of them where the round began. So it does with a projected
+    own; and with step-wise schedules where the round began. The next round continues from the client with the most
+    steps. Schedulers that Lightning steps once an epoch are left alone. Under manual optimization, where the module
+    steps them when it likes, each client begins with all of them where the round began. So it does with a projected
     optimizer's count of steps to its next subspaces.
 
     `Rounds` calls `wind_back`, `apply_options`, `end_client` and `end_round`, executions `begin` and `keep`.
@@ -160,7 +160,7 @@ class ClientOptimizers:
             for name in options:
                 if any(name not in group for group in groups):
                     raise MisconfigurationException(
-                        f"client_settings of client {client}: the optimizer has no option {name!r}, but"
+                        f"client_settings of client {client}: the optimizer has no option {name!r}, only"
                         f" {sorted(set(groups[0]) - {'params'})}"
                     )
             if "lr" in options and self._stepwise:
@@ -231,7 +231,7 @@ class ClientOptimizers:
         return self._most_steps, self._furthest
 
     def pool(self, ends: Iterable[tuple[int, dict[str, Any]]]) -> None:
-        """Of the `end` values of several processes, adopt that with the most steps."""
+        """Adopt the `end` value with the most steps, out of those of several processes."""
         self._most_steps, self._furthest = max(ends, key=lambda end: end[0])
 
     def end_round(self) -> None:
@@ -366,8 +366,8 @@ def _changed_in_steps(client: int, name: str, value: Any) -> MisconfigurationExc
 class _Attributes:
     """Attributes and state of the optimizers as `configure_optimizers` made them, from which each client begins.
 
-    Attributes are counters, slow weights or an optimizer inside. Modules are shared, and generators of random numbers
-    go on.
+    Attributes are counters, slow weights or an optimizer inside. Modules are shared, and random generators continue
+    from client to client.
     """
 
     def __init__(self, optimizers: Sequence[Optimizer], keeps: bool) -> None:

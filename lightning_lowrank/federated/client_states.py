@@ -18,7 +18,7 @@ import safetensors.torch
 import torch
 from torch import Tensor
 
-from lightning_lowrank.federated.safe_files import claim, delete_stale_files, mark
+from lightning_lowrank.federated.safe_files import claim, delete_stale_files, owner_mark
 from lightning_lowrank.federated.state import State
 
 _FOLDER = "lightning_lowrank_clients_"
@@ -71,7 +71,7 @@ def flatten_state(value: Any) -> tuple[list[Any], list[Tensor]]:
 
 
 def unflatten_state(description: list[Any], tensors: Sequence[Tensor]) -> Any:
-    """The nested value that `flatten_state` described, with ``tensors`` in place."""
+    """The nested value that `flatten_state` described, with the ``tensors`` put back into it."""
     kind, content = description
     if kind == "tensor":
         return tensors[content]
@@ -113,7 +113,7 @@ class ClientStates:
     """The states of a simulation's clients between rounds; an empty state takes no memory.
 
     Args:
-        states: What clients keep, by their ids.
+        states: The clients' states, by id.
         limit: Bytes of tensors that clients may keep in memory between rounds. Beyond it, states go to a temporary
             folder, the least recently used first. ``None``: no limit. The folder carries the names of host and
             process, and goes with the object; those of processes that were killed are cleared here.
@@ -145,7 +145,7 @@ class ClientStates:
 
     def _path(self, client: int) -> Path:
         if self._folder is None:
-            self._folder = tempfile.TemporaryDirectory(prefix=f"{_FOLDER}{mark()}~")
+            self._folder = tempfile.TemporaryDirectory(prefix=f"{_FOLDER}{owner_mark()}~")
             claim(Path(self._folder.name))
         return Path(self._folder.name) / f"client_{client}.safetensors"
 

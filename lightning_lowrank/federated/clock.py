@@ -1,7 +1,7 @@
 """Simulated time: how long rounds take on clients of given bandwidth, latency and speed.
 
-``FederatedLoop(system=...)`` takes a `SystemModel`. The coordinator's `Clock` adds up what each client's messages and
-steps take, and says who is too late.
+``FederatedLoop(system=...)`` takes a `SystemModel`. The coordinator's `Clock` adds up the time of each client's
+messages and steps, and refuses late answers.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ class DeviceClasses(Distribution):
     """Clients of a few classes, such as phones and servers, each with one value.
 
     Args:
-        values: What a client of each kind has.
+        values: The value of a client of each class.
         shares: Relative number of clients of each kind; equal by default. Each client's kind is drawn.
 
     Raises:
@@ -125,22 +125,22 @@ class SystemModel(Configured):
 
     Operations are those of a sample's forward and backward pass, which torch counts once on a copy of the module
     without values: a multiply-add is two. So low-rank layers and parts of a network (`HeteroFL`, `FedHM`, `SplitMix`)
-    take what they compute, and methods with several passes a step take several (`Algorithm.passes`). What an optimizer
-    computes is not counted.
+    take the time of their own computation, and methods with several passes a step that of all passes
+    (`Algorithm.passes`). An optimizer's own computation is not counted.
 
     Args:
         bandwidth: Bytes a second from a client to the server (10 Mbit/s are 1.25e6). A number, a list with one for each
             client, or a `Distribution`: `LogNormal`, `DeviceClasses`, `Trace`. ``None``: messages up take no time.
         download: Bytes a second from the server to a client. ``None``: as ``bandwidth``.
-        latency: Seconds that a message takes beside, in each direction.
+        latency: Seconds that a message takes in addition, in each direction.
         speed: Floating-point operations a second of a client's device (a phone has some 1e10). ``None``: steps take no
             time.
         operations: Of one sample's forward and backward pass. ``None``: they are counted.
         seconds_per_sample: Seconds that a client takes for one sample's forward and backward pass, given instead of
-            ``speed`` and ``operations``: what was measured of one network, whatever the method and the rank.
-        deadline: Seconds after which the server goes on without those that have not answered. They are dropped, as
-            ``on_client_error="drop"`` says, and count as ``federated/failed``; so the round takes the whole of it, as
-            it does where a client never answers (``client_dropout``). ``None``: it waits for all that answer.
+            ``speed`` and ``operations``: a measured time of one network, whatever the method and the rank.
+        deadline: Seconds after which the server continues without the clients that have not answered. They are dropped,
+            as ``on_client_error="drop"`` says, and count as ``federated/failed``; so the round takes the whole of it,
+            as it does if a client never answers (``client_dropout``). ``None``: it waits for all that answer.
 
     Raises:
         MisconfigurationException: If an argument is out of range, or neither messages nor steps take any time. When a
@@ -198,8 +198,8 @@ class SystemModel(Configured):
     def draw(self, clients: int, seed: int, names: Sequence[str | int] | None = None) -> dict[str, list[float]]:
         """Each client's figures, by kind: ``"up"``, ``"down"``, ``"latency"``, ``"speed"`` and ``"sample"``.
 
-        It depends on the seed alone, and on the clients' ``names`` where a `Trace` goes by them. What takes no time is
-        infinitely fast.
+        It depends on the seed alone, and on the clients' ``names`` if a `Trace` goes by them. A part that takes no time
+        is infinitely fast.
 
         Raises:
             MisconfigurationException: If a list has another length.
@@ -248,11 +248,11 @@ class Clock(RoundStage):
     """Adds up the simulated seconds of rounds, and refuses late messages.
 
     Args:
-        model: What clients' messages and steps take.
+        model: The model of the time of clients' messages and steps.
         clients: Number of clients.
         samples_read: Returns how many samples a client reads in so many steps of a round.
         seed: Seed of the experiment.
-        names: Names of the clients, where they have any.
+        names: Names of the clients, if they have any.
     """
 
     key: ClassVar[str] = "clock"
@@ -271,7 +271,7 @@ class Clock(RoundStage):
         self._model = model
         self._samples_read = samples_read
         self.operations: Operations | None = None
-        """Counts the operations of steps, where the model does not say them; to be set before the first answer."""
+        """Counts the operations of steps, if the model does not say them; to be set before the first answer."""
         self._sent: dict[int, int] = {}
         self.round_seconds = 0.0
         self.total = 0.0

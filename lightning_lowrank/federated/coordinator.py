@@ -21,7 +21,7 @@ from lightning_lowrank.federated.checks import check_followed, local_part_advice
 from lightning_lowrank.federated.client_optimizers import ClientOptimizers
 from lightning_lowrank.federated.data.planner import RoundPlan
 from lightning_lowrank.federated.exchange import Exchange, Parts
-from lightning_lowrank.federated.failures import NotFiniteError, not_finite, rows_not_finite
+from lightning_lowrank.federated.failures import NotFiniteError, first_non_finite, non_finite_rows
 from lightning_lowrank.federated.ledger import dense_bytes
 from lightning_lowrank.federated.messages import Message
 from lightning_lowrank.federated.privacy.mean import private_mean
@@ -43,7 +43,7 @@ class Coordinator(Exchange):
     Between real sites the server has one too, of which it uses the server's half alone.
 
     Args:
-        parts: What it connects.
+        parts: The objects that it connects.
     """
 
     has_all_answers = True
@@ -63,8 +63,7 @@ class Coordinator(Exchange):
         settings, server, drawing = parts.settings, parts.server, parts.drawing
         attackers = Attackers(settings.attackers, parts.samples, server.seed) if settings.attackers else None
         private = private_mean(settings, server, drawing) if settings.privacy and drawing else None
-        # Late messages are refused first, before another stage sees them. Attackers come next, so that later stages see
-        # forged ones.
+        # The clock first refuses late messages. Attackers are next, so that all later stages receive forged messages.
         stages = (parts.clock, attackers, *settings.stages, private, parts.ledger)
         return [stage for stage in stages if stage is not None]
 
@@ -117,7 +116,7 @@ class Coordinator(Exchange):
             self.ledger.add_idle(idle * self.broadcasts.packet(self.any_client).nbytes)
 
     def _follow(self, trained: dict[str, Tensor]) -> None:
-        """Follow a change of the trained parameters, such as by a callback that thaws layers."""
+        """Follow a change of the trained parameters, such as by a callback that unfreezes layers."""
         server, before = self.server, self._trained
         objects, earlier = ({name: id(value) for name, value in each.items()} for each in (trained, before or {}))
         if objects == earlier and before is not None:
@@ -128,12 +127,12 @@ class Coordinator(Exchange):
         server.model = {name: value for name, value in server.model.items() if name not in gone}
 
     def note_sent(self, client: ClientInfo, nbytes: int) -> None:
-        """Let the stages see that a client is sent a broadcast of so many bytes."""
+        """Notify the stages of a broadcast of ``nbytes`` to a client."""
         for stage in self.stages:
             stage.down(client, nbytes)
 
     def note_absent(self, client: int) -> None:
-        """Let the stages see that a client of the cohort does not answer."""
+        """Notify the stages that a client of the cohort does not answer."""
         for stage in self.stages:
             stage.absent(client)
 
@@ -214,10 +213,12 @@ class Coordinator(Exchange):
         """A template of the client's message: the same names, shapes, types and codec, without its values."""
         # Copies, because the module may hold a client's values, or the global model while clients step together.
         model = detached(trained_tensors(self.server.base.module))
-        return self.untrained(client, self.broadcasts.packet(client).received, model)
+        return self.untrained_message(client, self.broadcasts.packet(client).received, model)
 
-    def untrained(self, client: ClientInfo, received: Mapping[str, Tensor], model: Mapping[str, Tensor]) -> Message:
-        """The message that a client would send after no step.
+    def untrained_message(
+        self, client: ClientInfo, received: Mapping[str, Tensor], model: Mapping[str, Tensor]
+    ) -> Message:
+        """The message that a client would send without a training step.
 
         Args:
             client: The client.
@@ -247,7 +248,7 @@ class Coordinator(Exchange):
         """
         found: dict[int, Exception] = {
             place: NotFiniteError(f"its {name} holds numbers that are not finite")
-            for place, name in rows_not_finite(stacks, self.infinite).items()
+            for place, name in non_finite_rows(stacks, self.infinite).items()
         }
         nbytes = self.wire.uplink.nbytes(message.tensors, message_codec=message.codec)
         infos = [self.info(client.id) for client in clients]
@@ -275,7 +276,7 @@ class Coordinator(Exchange):
     def checkpoint(self) -> Callable[[], None]:
         """A function that restores the server's present state.
 
-        That holds for what is replaced: tensors that were changed in place, and announcements, stay.
+        That holds for replaced values only: tensors that were changed in place, and announcements, stay.
         """
         answered = list(self.answers.answered)
         undo_parts = [self.server.checkpoint(), *(stage.checkpoint() for stage in self.stages)]
@@ -314,13 +315,13 @@ class Coordinator(Exchange):
                 self._pass_on(arrival, place)
         server.announcement, server.encoded = {}, b""
         self.algorithm.aggregate(server)
-        name = not_finite(server.model, self.infinite)
+        name = first_non_finite(server.model, self.infinite)
         if name is not None:
             server.model = before
             raise MisconfigurationException(
-                f"the global model of round {server.round} has numbers in {name!r} that are not finite, although those"
-                f" of all {answers} answers are: they come from {type(self.algorithm).__name__}. If they overflow"
-                " there, lower the learning rates or clip gradients."
+                f"the global model of round {server.round} has non-finite numbers in {name!r}, although all {answers}"
+                f" answers are finite: they arose in {type(self.algorithm).__name__}. If they overflowed, lower the"
+                " learning rates or clip gradients."
             )
         self._forget_round()
 
@@ -382,7 +383,7 @@ class Coordinator(Exchange):
         super().load_state_dict(state, to_device)
         self.server.load_state_dict(state, to_device)
         for name, parameter in self.server.base.module.named_parameters():
-            # A callback that thaws parameters in some epoch does not do so again in a run that is resumed later.
+            # A callback that unfroze parameters in an earlier epoch does not run again in a resumed fit.
             if name in state["trained"]:
                 parameter.requires_grad_(True)
         for stage in self.stages:

@@ -25,7 +25,7 @@ __all__ = ["AvailabilityTrace", "Trace"]
 class Trace(Distribution):
     r"""Measured numbers of devices: a column of a CSV file with a header, or of FedScale's device capacities.
 
-    Client ``i`` has row ``i``; where there are more clients than rows, the rows are used again from the first. So
+    Client ``i`` has row ``i``; if there are more clients than rows, the rows are used again from the first. So
     several columns of one file are of the same device. With ``client`` a client has the row of its own name.
 
     Args:
@@ -35,7 +35,7 @@ class Trace(Distribution):
         client: Name of a column with the clients' names, as `ByKey`, `FromIndices` or the data call them. ``None``:
             rows are those of the clients in the order of their ids. In FedScale's file the devices' ids are the column
             ``device``.
-        scale: What the numbers are multiplied by: 125 makes bytes a second of FedScale's ``communication``, and 0.003
+        scale: A factor for the numbers: 125 makes bytes a second of FedScale's ``communication``, and 0.003
             seconds a sample of its ``computation``, with a backward pass that takes twice the forward one.
 
     Raises:
@@ -62,7 +62,7 @@ class Trace(Distribution):
         counts = Counter(self._columns[client]) if client is not None else Counter()
         if counts and counts.most_common(1)[0][1] > 1:
             raise MisconfigurationException(
-                f"{path} has several rows of client={client!r} {counts.most_common(1)[0][0]!r}: leave one for each"
+                f"{path} has several rows of client={client!r} {counts.most_common(1)[0][0]!r}: keep one row for each"
             )
         self._values = []
         for row, given in enumerate(columns[column]):
@@ -89,13 +89,13 @@ class Trace(Distribution):
             holding = [name for name, values in self._columns.items() if wanted and set(wanted) <= set(values)]
             if holding and self._columns[holding[0]][:clients] != wanted:
                 raise MisconfigurationException(
-                    f"{self.path} has the clients' names in its column {holding[0]!r}, and without client= client i has"
-                    f" row i, whatever its name: give Trace(..., client={holding[0]!r})"
+                    f"{self.path} has the clients' names in its column {holding[0]!r}, but without client= row i is"
+                    f" assigned to client i, whatever its name: give Trace(..., client={holding[0]!r})"
                 )
             return self.draw(clients, generator)
         if wanted is None:
             raise MisconfigurationException(
-                f"Trace(client={self.client!r}) goes by the clients' names, and they have none: leave out client, or"
+                f"Trace(client={self.client!r}) looks up clients by name, but they have no names: leave out client, or"
                 " use a partition that names them, such as ByKey"
             )
         rows = dict(zip(self._columns[self.client], self._values, strict=True))
@@ -118,13 +118,13 @@ class AvailabilityTrace(Configured):
 
     The file is ``client_behave_trace``: a pickle of a dictionary from devices to dictionaries with ``active`` and
     ``inactive``, the seconds at which a device comes and goes, and ``finish_time``, after which this is repeated. A
-    JSON file of the same form will do. Client ``i`` has device ``i``; where there are more clients than devices, these
+    JSON file of the same form will do. Client ``i`` has device ``i``; if there are more clients than devices, these
     are used again from the first.
 
     Args:
         path: The file.
-        round_seconds: Seconds from the beginning of a round to that of the next. Who is there is a function of the
-            round's number, whatever a `SystemModel` adds up.
+        round_seconds: Seconds from the beginning of a round to that of the next. Availability is a function of the
+            round's number, independent of a `SystemModel`.
 
     Raises:
         MisconfigurationException: If the file cannot be read, or a device's trace is none.
@@ -161,7 +161,7 @@ class AvailabilityTrace(Configured):
 
 
 def _times(device: Any, number: int, path: str) -> tuple[list[float], list[float], float]:
-    """A device's times of coming and of going, both ascending, and the period after which they repeat."""
+    """The times at which a device becomes available and unavailable, both ascending, and their period."""
     try:
         comes = [float(value) for value in device["active"]]
         goes = [float(value) for value in device["inactive"]]

@@ -22,7 +22,7 @@ from lightning_lowrank.federated.client_optimizers import ClientOptimizers
 from lightning_lowrank.federated.client_states import ClientStates
 from lightning_lowrank.federated.clock import Clock
 from lightning_lowrank.federated.data.planner import RoundPlan
-from lightning_lowrank.federated.failures import Answers, NotFiniteError, not_finite
+from lightning_lowrank.federated.failures import Answers, NotFiniteError, first_non_finite
 from lightning_lowrank.federated.ledger import Ledger
 from lightning_lowrank.federated.messages import Message
 from lightning_lowrank.federated.privacy.mean import Drawing, PrivateMean
@@ -70,7 +70,7 @@ class Exchange(ABC):
     - `end_round`: the server aggregates.
 
     Args:
-        parts: What it connects.
+        parts: The objects that it connects.
     """
 
     def __init__(self, parts: Parts) -> None:
@@ -118,7 +118,7 @@ class Exchange(ABC):
         check_rule(self.algorithm, self.server.aggregator)
         self.wire.setup(base)
         buffers = base.initial_buffers
-        self.infinite = frozenset(name for name, value in buffers.items() if not_finite({name: value}))
+        self.infinite = frozenset(name for name, value in buffers.items() if first_non_finite({name: value}))
 
     def notes(self, trainer: Any) -> list[str]:
         """Notes for the user on the global model's behaviour with this method, one sentence each."""
@@ -150,7 +150,7 @@ class Exchange(ABC):
 
     @abstractmethod
     def show_global(self, live: Mapping[str, Tensor]) -> None:
-        """Load the global model into the module's live values."""
+        """Load the global model into ``live``, the module's own tensors by name."""
 
     @abstractmethod
     def end_round(self, optimizers: ClientOptimizers, steps: int) -> int:
@@ -182,7 +182,7 @@ class Exchange(ABC):
             find_labels=lambda: self._labels(client),
         )
 
-    def began(self, client: ClientContext) -> None:
+    def note_begun(self, client: ClientContext) -> None:
         """Notify the stages that a client has begun the round."""
         for stage in self.stages:
             stage.began(client)
@@ -213,7 +213,7 @@ class Exchange(ABC):
             sends = f"as {type(packet.codec).__name__} sends it"
             tensors |= {f"{name} {sends}": value for name, value in packet.received.items()}
             allowed |= {f"{name} {sends}" for name in self.infinite}
-        name = not_finite(tensors, allowed)
+        name = first_non_finite(tensors, allowed)
         if name is not None:
             raise NotFiniteError(f"its {name} holds numbers that are not finite")
         return packet

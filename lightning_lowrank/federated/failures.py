@@ -34,37 +34,37 @@ class NotFiniteError(ValueError):
     """Raised if a client's update has non-finite numbers."""
 
 
-def is_of_a_client(error: Exception) -> bool:
+def is_client_error(error: Exception) -> bool:
     """Whether an error belongs to one client, and not to the settings, memory or the device."""
     return not isinstance(error, (MisconfigurationException, MemoryError, StopIteration)) and not any(
         sign in str(error) for sign in _OF_THE_MACHINE
     )
 
 
-def is_of_memory(error: BaseException) -> bool:
+def is_memory_error(error: BaseException) -> bool:
     """Whether an error reports a lack of memory."""
     return isinstance(error, MemoryError) or any(sign in str(error) for sign in _OF_MEMORY)
 
 
-def is_of_lone_sample(error: BaseException) -> bool:
+def is_single_sample_error(error: BaseException) -> bool:
     """Whether an error is BatchNorm's complaint about a training batch with a single sample."""
     return isinstance(error, ValueError) and "more than 1 value per channel" in str(error)
 
 
 @contextmanager
-def turn_of(*clients: int) -> Iterator[None]:
+def errors_of(*clients: int) -> Iterator[None]:
     """Convert an error in the code of ``clients`` to `ClientsFailed`."""
     try:
         yield
     except ClientsFailed:
         raise
     except Exception as error:
-        if not is_of_a_client(error):
+        if not is_client_error(error):
             raise
         raise ClientsFailed(clients, error) from error
 
 
-def described(error: Exception) -> str:
+def describe_error(error: Exception) -> str:
     """An error's type, message and code position, in one line."""
     text = " ".join(f"{type(error).__name__}: {error}".split())
     frames = traceback.extract_tb(error.__traceback__)
@@ -80,24 +80,24 @@ def _is_installed(frame: traceback.FrameSummary) -> bool:
     return not {"site-packages", "dist-packages"}.isdisjoint(Path(frame.filename).parts)
 
 
-def named(clients: Sequence[int]) -> str:
+def client_names(clients: Sequence[int]) -> str:
     """Clients' ids in words.
 
     Example:
-        >>> named([3]), named([1, 4])
+        >>> named([3]), client_names([1, 4])
         ('client 3', 'clients [1, 4]')
     """
     return f"client {clients[0]}" if len(clients) == 1 else f"clients {list(clients)}"
 
 
 @torch.no_grad()
-def not_finite(tensors: Mapping[str, Tensor], allowed: Collection[str] = ()) -> str | None:
+def first_non_finite(tensors: Mapping[str, Tensor], allowed: Collection[str] = ()) -> str | None:
     """The name of the first tensor with a non-finite number, except for ``allowed`` names; ``None`` if there is none.
 
-    Where there is none, the device is synchronised once.
+    If there is none, the device is synchronised once.
 
     Example:
-        >>> not_finite({"w": torch.zeros(2), "v": torch.tensor([1.0, torch.inf])})
+        >>> first_non_finite({"w": torch.zeros(2), "v": torch.tensor([1.0, torch.inf])})
         'v'
     """
     checked = {name: value.detach() for name, value in tensors.items() if name not in allowed and _may_fail(value)}
@@ -107,7 +107,7 @@ def not_finite(tensors: Mapping[str, Tensor], allowed: Collection[str] = ()) -> 
 
 
 @torch.no_grad()
-def rows_not_finite(stacks: Mapping[str, Tensor], allowed: Collection[str] = ()) -> dict[int, str]:
+def non_finite_rows(stacks: Mapping[str, Tensor], allowed: Collection[str] = ()) -> dict[int, str]:
     """Rows of ``[clients, …]`` stacks with non-finite numbers, each with the name of the first such tensor."""
     checked = {
         name: _wide(stack.detach()).reshape(len(stack), -1)
@@ -170,7 +170,7 @@ class Answers:
 
     def fail(self, client: int, error: Exception) -> None:
         """Record a client's failure."""
-        self.failed[client] = described(error)
+        self.failed[client] = describe_error(error)
         self._first_error = self._first_error or error
         if isinstance(error, NotFiniteError):
             self._diverged.add(client)
@@ -202,7 +202,7 @@ class Answers:
             alike.setdefault(reason, []).append(client)
         if len(alike) == 1 and len(self.failed) == len(self._server.cohort):
             return f": all of them failed alike: {next(iter(alike))}{self._remedy()}"
-        reasons = "".join(f"\n  {named(clients)}: {reason}" for reason, clients in alike.items())
+        reasons = "".join(f"\n  {client_names(clients)}: {reason}" for reason, clients in alike.items())
         return f".{reasons}{self._remedy()}"
 
     def _remedy(self) -> str:

@@ -156,7 +156,7 @@ def _module(module: Any) -> dict[str, Any]:
     return {
         "trained": f"{len(trained)} parameters, digest {digest(trained)}",
         "hparams": describe(module.hparams),
-        # Without memory addresses in default representations, which differ in each run.
+        # Remove memory addresses, which differ in each run, from default representations.
         "layers": {
             name: re.sub(" at 0x[0-9a-f]+", "", f"{type(layer).__name__}({layer.extra_repr()})")
             for name, layer in layers.items()
@@ -264,7 +264,7 @@ def check_same_experiment(
 
     Args:
         saved: The fingerprint in the checkpoint.
-        present: That of the run which is to go on from it.
+        present: That of the run that would continue from it.
         allowed: Names of settings that may differ, with all that is in them.
         round_open: Whether the checkpoint was saved inside a round.
 
@@ -285,7 +285,7 @@ def check_same_experiment(
     by_name = [name for name, value in flatten(present) if isinstance(value, str) and _has_no_name_of_its_own(value)]
     if by_name:
         rank_zero_warn(
-            f"{', '.join(by_name)}: whether the checkpoint's run had the same function cannot be told, because it is a"
+            f"{', '.join(by_name)}: it is unknown whether the checkpoint's run had the same function, because it is a"
             " lambda or was defined in a function."
         )
 

@@ -28,10 +28,10 @@ from torch.optim import Optimizer
 from torch.utils.data import DataLoader, Dataset
 from torchmetrics import Metric, MetricCollection
 
-from lightning_lowrank.arguments import listed
+from lightning_lowrank.arguments import join_names
 from lightning_lowrank.federated.state import trained_tensors
 from lightning_lowrank.internals.peft import is_base_change
-from lightning_lowrank.internals.torch import is_transformed, own_buffers, quantised_to_4_bits, written
+from lightning_lowrank.internals.torch import is_transformed, memory_fingerprint, own_buffers, quantised_to_4_bits
 
 _MANY = 10_000
 """Largest number of entries with which a container is looked into."""
@@ -165,7 +165,7 @@ class ChangedTensors:
         plain = {name: each for name, each in tensors.items() if type(each.data) is Tensor}
         plain = {name: each for name, each in plain.items() if not quantised_to_4_bits(each)}
         self._given, self._tensors = dict(tensors), plain
-        self._versions = {name: written(value) for name, value in plain.items()}
+        self._versions = {name: memory_fingerprint(value) for name, value in plain.items()}
         self._every = max(1, math.ceil(sum(value.numel() for value in plain.values()) / _COMPARED_AT_MOST))
         self._numbers = {name: self._numbers_of(value) for name, value in plain.items() if name in compared}
         self.rewritten: set[str] = set()
@@ -178,7 +178,7 @@ class ChangedTensors:
         """Names of changed tensors; with ``present`` tensors given, new and replaced ones are included."""
         changed = []
         for name, value in self._tensors.items():
-            is_changed = is_written = written(value) != self._versions[name]
+            is_changed = is_written = memory_fingerprint(value) != self._versions[name]
             before = self._numbers.get(name)
             # Equal samples do not prove that a write left all numbers the same.
             if before is not None and (self._every == 1 or not is_written):
@@ -203,7 +203,7 @@ def refuse_frozen(changed: Sequence[str]) -> None:
     if changed:
         raise MisconfigurationException(
             f"training changes {len(changed)} frozen parameters, as an exponential moving average does:"
-            f" {listed(changed)}. A client would start from the previous client's values. Set"
+            f" {join_names(changed)}. A client would start from the previous client's values. Set"
             " FederatedLoop(ema_parameters=[...]) with patterns of their names, such as"
             f" {changed[0].split('.')[0] + '*'!r}, so that they are sent and averaged like buffers."
         )
@@ -275,7 +275,9 @@ class Isolation:
             self._named.update(names)
             if names and self._stacked:
                 rank_zero_warn(
-                    f"steps change what an optimizer holds beside its state: {listed(names)}. Their values pass from"
+                    f"steps change attributes of an optimizer outside of its state: {join_names(names)}. Their values"
+                    " pass"
+                    " from"
                     " one client to the next, whatever optimizer_state is: keep them in the optimizer's state or"
                     " param_groups."
                 )
@@ -294,9 +296,9 @@ class Isolation:
     def put_back(self) -> None:
         """Restore the initial values of buffers outside of the state dict."""
         for buffer, value in self._not_sent:
-            if buffer.table.get(buffer.key) is not buffer.tensor or written(buffer.tensor) != buffer.version:
+            if buffer.table.get(buffer.key) is not buffer.tensor or memory_fingerprint(buffer.tensor) != buffer.version:
                 buffer.table[buffer.key] = buffer.tensor.copy_(value)
-                buffer.version = written(buffer.tensor)
+                buffer.version = memory_fingerprint(buffer.tensor)
 
 
 @dataclass
@@ -329,14 +331,14 @@ def _buffers(module: nn.Module) -> Iterator[_Buffer]:
         table = own_buffers(part)
         for key, tensor in table.items():
             if tensor is not None and not is_base_change(key) and not f"{prefix}.".startswith(metrics):
-                yield _Buffer(f"{prefix}.{key}".lstrip("."), table, key, tensor, written(tensor))
+                yield _Buffer(f"{prefix}.{key}".lstrip("."), table, key, tensor, memory_fingerprint(tensor))
 
 
 class _Attributes:
     """A snapshot of numbers, strings, containers and tensors in attributes of a module or optimizers, for comparison.
 
     Left out are metrics, which are totals of an epoch, attributes of Lightning's own, and tensors with a graph, which
-    are of one step. Optimizers count only where clients step together: `ClientOptimizers` puts them back for a client
+    are of one step. Optimizers count only if clients step together: `ClientOptimizers` puts them back for a client
     alone.
     """
 

@@ -26,7 +26,7 @@ from lightning_lowrank.federated.protocols import OwnSteps, inherits
 from lightning_lowrank.internals.advance import ClientTurns, loss_of
 from lightning_lowrank.internals.lightning import HOOK, batch_transfer, overridden_transfer, overrides
 from lightning_lowrank.internals.replaced import replaced
-from lightning_lowrank.internals.torch import bare_step, drop_gradients, is_heard, is_on, run_backward
+from lightning_lowrank.internals.torch import bare_step, drop_gradients, has_observers, is_on, run_backward
 
 _UNSEEN = ("on_before_zero_grad", "on_before_backward", "on_after_backward")
 _OWN_UPDATES = (*_UNSEEN, "backward", "optimizer_zero_grad")
@@ -39,7 +39,7 @@ class LocalTraining(OfTheRun):
     """Trains the open client in the live module, or the open clients that step together.
 
     A local step is Lightning's own, with all of its hooks, closures, scalers, clipping and accumulation; or the plain
-    one (``training_step``, ``zero_grad``, ``backward``, ``step``), where nothing that the module, a callback, the
+    one (``training_step``, ``zero_grad``, ``backward``, ``step``), if nothing that the module, a callback, the
     precision or the optimizer overrides could see the difference. Which of the two is looked up as each round begins.
 
     Args:
@@ -142,7 +142,7 @@ class LocalTraining(OfTheRun):
     def train(self, chunk: Chunk) -> bool:
         """Train the open client on its batches, until the fit stops; return whether the module ended the round.
 
-        Where the fit `stopped` before the client's last batch, the client stays open.
+        If the fit `stopped` before the client's last batch, the client stays open.
         """
         turns, self._chunk = self._turns, chunk
         last, ends_round = chunk.steps - 1, False
@@ -247,4 +247,4 @@ class LocalTraining(OfTheRun):
 def _steps_plainly(optimizer: Optimizer) -> bool:
     """Whether an optimizer's step with a closure equals a step after the backward pass."""
     known = f"{type(optimizer).__module__}.".startswith(_OPTIMIZERS) and not isinstance(optimizer, torch.optim.LBFGS)
-    return known and not is_heard(optimizer)
+    return known and not has_observers(optimizer)

@@ -46,11 +46,11 @@ class Logbook:
 
     Values are reduced by their ``reduce_fx``; means are weighted by batch sizes. So ``callback_metrics``, loggers and
     progress bars see the epoch's figures as they would from a call in each step. With ``on_step=True`` they see one
-    value a client. What is of the epoch alone is handed over at the round's end, where Lightning would show it as well.
+    value a client. Epoch values are passed on at the round's end, when Lightning would show them as well.
     A `torchmetrics.Metric` is handed over as it is. The first call of
-    each kind goes through Lightning's checks at once. Between `begin_evaluation` and `end_evaluation` it collects what
-    is of the evaluation alone. Between `begin_model` and `end_model` nothing is handed over: `end_model` returns each
-    value, reduced bit for bit as Lightning reduces it in an epoch. What is logged elsewhere goes to Lightning as it is.
+    each kind goes through Lightning's checks at once. Between `begin_evaluation` and `end_evaluation` it collects the
+    evaluation's values only. Between `begin_model` and `end_model` nothing is handed over: `end_model` returns each
+    value, reduced bit for bit as Lightning reduces it in an epoch. Values logged elsewhere go to Lightning directly.
 
     Args:
         trainer: The trainer, with its module connected.
@@ -195,7 +195,7 @@ class Logbook:
 
     def _batch_size(self) -> int:
         if self._size is None:
-            # Before an evaluation's first batch, weight 1.
+            # Values logged before an evaluation's first batch have weight 1.
             self._size = 1 if self._batch is None else rows_of(self._batch) or extract_batch_size(self._batch)
         return self._size
 
@@ -317,7 +317,7 @@ def _to_float(value: Any) -> Tensor:
 class _Log:
     """A replacement of a module's ``log``.
 
-    It has no table of attributes, so that nobody who looks what a module holds finds the trainer in it.
+    It has no table of attributes, so that a walk over a module's attributes does not reach the trainer through it.
     """
 
     __slots__ = ("_book",)

@@ -1,8 +1,7 @@
 """`FederatedLoop`: a callback that turns ``trainer.fit`` into a federated experiment, one round per epoch.
 
-It is an ordinary Lightning callback, and no more than its hooks. What a round is stands in `Rounds`. Between rounds the
-trainer's module is the global model, so that validation, checkpoints, loggers and every other callback see what they
-always see.
+It is an ordinary Lightning callback, and no more than its hooks. `Rounds` defines a round. Between rounds the
+trainer's module is the global model, so that validation, checkpoints, loggers and every other callback work as usual.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ from rich import get_console
 from torch import nn
 from torch.utils.data import DataLoader
 
-from lightning_lowrank.arguments import listed
+from lightning_lowrank.arguments import join_names
 from lightning_lowrank.buffers import aliases, under_all_names
 from lightning_lowrank.federated.checks import (
     check_callbacks,
@@ -30,16 +29,21 @@ from lightning_lowrank.federated.checks import (
     check_manual_optimization,
     check_memory,
     check_optimizers,
-    check_validation_interval,
     notes,
     refuse_lazy,
     refuse_own_reading,
     refuse_plateaus_of_steps,
     resume_notes,
+    validation_interval_note,
     warn_of_changed_base,
     why_trained_set_is_fixed,
 )
-from lightning_lowrank.federated.client_evaluation import NO_VALIDATION, NOT_JUDGED, left_out, validates_rounds
+from lightning_lowrank.federated.client_evaluation import (
+    NO_VALIDATION,
+    NOT_JUDGED,
+    skipped_hook_notes,
+    validates_rounds,
+)
 from lightning_lowrank.federated.coordinator import Coordinator
 from lightning_lowrank.federated.data.batches import read_on_device
 from lightning_lowrank.federated.data.device import DeviceData
@@ -61,7 +65,7 @@ from lightning_lowrank.federated.progress import Progress
 from lightning_lowrank.federated.protocols import inherits
 from lightning_lowrank.federated.rounds import Rounds
 from lightning_lowrank.federated.run_files import RunMetadata
-from lightning_lowrank.federated.safe_files import name_full_disk, written_whole
+from lightning_lowrank.federated.safe_files import name_full_disk, whole_checkpoints
 from lightning_lowrank.federated.schedule_length import ScheduleLength
 from lightning_lowrank.federated.settings import FederatedSettings
 from lightning_lowrank.federated.state import Server
@@ -84,7 +88,7 @@ class FederatedLoop(FederatedSettings, Callback):
     r"""Train the trainer's module as a federated experiment; one epoch is one round.
 
     Nothing else changes: module, datamodule, optimizers, loggers and other callbacks stay as they are. In each round
-    some clients are drawn; each starts from what the server sends it and trains on its own part of the training set
+    some clients are drawn; each starts from the server's broadcast and trains on its own part of the training set
     with the module's own ``training_step`` and optimizers; the server folds the results into the global model, which is
     what validation, checkpoints and, after ``fit``, the module itself hold.
 
@@ -106,19 +110,19 @@ class FederatedLoop(FederatedSettings, Callback):
       validated at its end. ``fast_dev_run=n`` gives ``n`` clients a batch each.
     - ``global_step``, ``max_steps`` and ``log_every_n_steps`` count steps of optimizers, those of all clients. The fit
       ends after any step, also inside a client. A round cut short by ``max_steps``, ``max_time`` or early stopping is
-      aggregated from what has been trained by then.
+      aggregated from the clients trained so far.
     - ``batch_idx``, ``trainer.is_last_batch``, ``trainer.num_training_batches`` and ``len(trainer.train_dataloader)``
       are the client's own while it trains. A module that reads what counts all clients, or clients, is warned of.
     - Hooks of the module and of callbacks are called on each of a client's batches. Checkpoints, progress bars and
       weight averaging act between clients. A checkpoint that a callback saves inside a client holds the client's start.
-      What is logged with ``on_step=True`` has one value a client.
+      Figures logged with ``on_step=True`` have one value a client.
     - ``accumulate_grad_batches`` groups batches within a client; a client's last, incomplete group is stepped as
       Lightning steps an epoch's last (its loss divided by the full group's size).
     - Epoch-wise learning rate schedulers step per round. Step-wise ones step within each client, from where the round
-      began; the next round goes on from the client with the most steps. So ``trainer.estimated_stepping_batches`` is
+      began; the next round continues from the client with the most steps. So ``trainer.estimated_stepping_batches`` is
       the number of steps of that client in all rounds. In ``configure_optimizers`` ``len(trainer.train_dataloader)``
       and ``trainer.num_training_batches`` are its batches in a round, the mean rounded up. A schedule of another length
-      is warned of. ``configure_optimizers`` is called twice where ``max_steps`` counts a chunk's steps.
+      is warned of. ``configure_optimizers`` is called twice if ``max_steps`` counts a chunk's steps.
 
     Its arguments, with their defaults, are those of `FederatedSettings`.
 
@@ -250,7 +254,7 @@ class FederatedLoop(FederatedSettings, Callback):
         """Replace the training loader, and protect checkpoints from torn writes."""
         check_namespace(trainer, pl_module)
         self._restore.close()
-        self._restore.enter_context(written_whole(trainer))
+        self._restore.enter_context(whole_checkpoints(trainer))
         keep_base_changes(pl_module)
         if stage != "fit":
             if self.personal_test is not None and self._rounds is None and stage != "predict":
@@ -316,7 +320,7 @@ class FederatedLoop(FederatedSettings, Callback):
             self._data.device_data = self._device_data
 
     def _read_validation(self, trainer: pl.Trainer) -> None:
-        """Gather validation batches on the device, for loaders that exist by now and samples that are kept there."""
+        """Gather validation batches on the device, if the loaders exist and their samples are kept on it."""
         data = self._device_data
         assert data is not None
 
@@ -355,7 +359,7 @@ class FederatedLoop(FederatedSettings, Callback):
         for note in notes(pl_module, self.buffers, trainer.lr_scheduler_configs):
             rank_zero_warn(note)
         if self.personal_test is not None or not inherits(self.algorithm, "variants"):
-            for note in left_out(pl_module):
+            for note in skipped_hook_notes(pl_module):
                 rank_zero_warn(note)
         if self.personal_test is not None and not validates_rounds(trainer):
             rank_zero_warn(f"personal_test={self.personal_test!r} {NO_VALIDATION}")
@@ -372,7 +376,8 @@ class FederatedLoop(FederatedSettings, Callback):
         elif private and self._released and self._rounds is None and self.make_exchange is Coordinator:
             raise MisconfigurationException(
                 "an earlier fit with this FederatedLoop was private, and a new one would repeat its noise and count ε"
-                " from 0: go on with the same trainer or from a checkpoint, or make a FederatedLoop with another seed"
+                " from 0: continue with the same trainer or from a checkpoint, or make a FederatedLoop with another"
+                " seed"
                 " and add up both ε."
             )
         make = self.make_exchange
@@ -393,7 +398,7 @@ class FederatedLoop(FederatedSettings, Callback):
             rank_zero_warn(note)
         data = self._data
         turns = None if self._restored is not None else lambda: data.present_plan().turns
-        for note in check_validation_interval(trainer, turns, self._rounds.execution.stacked):
+        for note in validation_interval_note(trainer, turns, self._rounds.execution.stacked):
             rank_zero_warn(note)
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
@@ -432,9 +437,9 @@ class FederatedLoop(FederatedSettings, Callback):
         is_intended = 0 in (trainer.max_epochs, trainer.max_steps, trainer.limit_train_batches) or trainer.should_stop
         if self._progress.client_steps == 0 and not is_intended:
             raise MisconfigurationException(
-                f"the fit is over after {trainer.current_epoch} rounds, and no client has made a step: the module is as"
-                f" it was. The last round had {self.plan.steps() if self.plan else 0} batches; the module's"
-                " on_train_batch_start() ends a round where it returns -1."
+                f"the fit is over after {trainer.current_epoch} rounds, and no client has made a step: the module is"
+                f" unchanged. The last round had {self.plan.steps() if self.plan else 0} batches; the module's"
+                " on_train_batch_start() ends a round if it returns -1."
             )
         if self.summary and trainer.is_global_zero:
             validated = [
@@ -443,7 +448,7 @@ class FederatedLoop(FederatedSettings, Callback):
             of = ""
             if validated and self._validated not in (None, trainer.current_epoch):
                 of = f" (of round {self._validated})" if self._validated else " (before the first round)"
-            evaluated = listed(validated) + of + ", " * bool(validated)
+            evaluated = join_names(validated) + of + ", " * bool(validated)
             traffic = self.ledger.figures()
             plural = "" if trainer.current_epoch == 1 else "s"
             get_console().print(
@@ -563,7 +568,7 @@ class FederatedLoop(FederatedSettings, Callback):
         """Refuse to resume from a fit without rounds.
 
         Raises:
-            MisconfigurationException: If a fit was to go on from a checkpoint that no `FederatedLoop` was there for.
+            MisconfigurationException: If a fit would resume from a checkpoint of a fit without `FederatedLoop`.
         """
         if trainer.state.fn == "fit" and self.state_key not in checkpoint.get("callbacks", {}):
             raise MisconfigurationException(
@@ -577,7 +582,7 @@ class FederatedLoop(FederatedSettings, Callback):
         """Keep the result of `state_dict`; it is restored when the fit begins.
 
         Raises:
-            MisconfigurationException: If no run can go on from the checkpoint. The fit refuses one of another
+            MisconfigurationException: If no run can resume from the checkpoint. The fit refuses one of another
                 experiment when it begins.
         """
         if not state_dict:
@@ -585,7 +590,7 @@ class FederatedLoop(FederatedSettings, Callback):
         if "fingerprint" not in state_dict:
             raise MisconfigurationException(
                 "the checkpoint was saved by the server of real sites, whose clients' states it does not hold: no run"
-                " can go on from it. Load its weights into the module and begin a new run."
+                " can continue from it. Load its weights into the module and begin a new run."
             )
         processes = 1 if self._processes is None else self._processes.world_size
         if state_dict["progress"]["round_open"] and processes > 1:

@@ -15,11 +15,11 @@ class Message:
     """Named tensors that cross the wire in one direction.
 
     Args:
-        tensors: What is sent. The tensors may be live ones: they are read before anything changes them.
+        tensors: The tensors to send, by name. The tensors may be live ones: they are read before anything changes them.
         codec: How the method itself has them encoded. ``None``: as they are.
         limits: Largest shapes of tensors that a client sends in shapes of its own choice, by name. A server of sites
             refuses a tensor of another shape than it expects; of these, no dimension may be larger, and
-            `Algorithm.receive` checks the rest and raises `ValueError` for what it cannot take.
+            `Algorithm.receive` checks the rest and raises `ValueError` for unusable tensors.
 
     Example:
         >>> import torch

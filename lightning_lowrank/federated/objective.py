@@ -1,6 +1,6 @@
 """Client objectives that extend or replace the module's own loss.
 
-A method changes the objective by `Algorithm.loss`. An `Objective` does so beside any method:
+A method changes the objective by `Algorithm.loss`. An `Objective` does so with any method:
 ``FederatedLoop(objective=...)``.
 """
 
@@ -28,7 +28,7 @@ class Objective(Configured, ABC):
 
     changes_result: ClassVar[bool] = True
     """Whether `loss` returns something else than ``training_step`` does. A module that optimizes manually ignores that,
-    so that the fit is refused. It is false where `loss` acts only while ``training_step`` runs, as by a hook."""
+    so that the fit is refused. It is false if `loss` acts only while ``training_step`` runs, as by a hook."""
 
     def begin(self, client: ClientContext) -> None:
         """Prepare `loss` by entries in ``client.round_state``. Called after the method's own `begin`."""
@@ -146,7 +146,7 @@ def present_classes(labels: Tensor, classes: int, needed: str, advice: str) -> T
     Args:
         labels: The labels of the client's samples.
         classes: Number of classes.
-        needed: For the message, what is needed and who has other labels.
+        needed: For the message: the requirement, and the owner of other labels.
         advice: For the message, what would work.
 
     Raises:
@@ -180,7 +180,7 @@ def with_weights(module: nn.Module, name: str, model: Mapping[str, Tensor], call
         module: The module.
         name: Name of the submodule.
         model: Values of the module's parameters and buffers by name; those that it does not name stay.
-        call: The submodule's call, whose arguments are taken.
+        call: The submodule's recorded call, whose arguments are used.
     """
     prefix = f"{name}." if name else ""
     part = part_of(module, name)

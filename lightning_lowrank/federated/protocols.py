@@ -1,6 +1,6 @@
 """Five protocols for methods that need more than the hooks of `Algorithm`.
 
-A method is one by inheritance, ``class FedMUD(ChangesBase)``, and overrides what it needs; the defaults are those of
+A method inherits from them, ``class FedMUD(ChangesBase)``, and overrides some hooks; the defaults are those of
 federated averaging. ``ChangesBase.of(algorithm)`` is the method itself, or a method of these defaults.
 """
 
@@ -58,13 +58,13 @@ class ChangesBase(_Protocol):
     def reference(self, base: Base, received: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
         """Reference values that server and client know; codecs encode a client's message as a difference from them.
 
-        They are what a client's training starts from: what it received, and redrawn factors that ``base.state`` holds.
-        Channels that lose something send differences from them.
+        They are the values from which a client's training starts: the received tensors, and redrawn factors in
+        ``base.state``. Channels that lose something send differences from them.
         """
         return received
 
     def drawn_in(self, name: str, round_number: int) -> int:
-        """The latest round before which the factor that multiplies a message's tensor was redrawn; 0: never.
+        """The latest round for which the opposite factor of a message's tensor was redrawn; 0 if it never was.
 
         Error feedback forgets losses of this tensor in earlier rounds, and with ``optimizer_state="keep"`` a client
         forgets the moments of a parameter of this name: for the new factors or subspace those numbers have no meaning.
@@ -101,8 +101,8 @@ class UnequalClients(_Protocol):
     def has_full_model(self, server: Server, client: ClientInfo, state: State) -> bool:
         """Whether a client's personal model is the global model with some tensors replaced by the client's own.
 
-        Checkpoints hold these and no other model of a client: `load_dense` refuses other clients. ``state`` is what the
-        client keeps.
+        Checkpoints hold these and no other model of a client: `load_dense` refuses other clients. ``state`` is the
+            client's state.
         """
         return inherits(self, "model_for", "personal_model")
 
@@ -134,7 +134,7 @@ class OwnCodec(_Protocol):
     """A method with an encoding of its own: its messages have a `Message.codec`, and do not hold values of the model.
 
     Args:
-        encodes_values: Whether clients send values, and not changes. No differences are taken of these, so that a codec
+        encodes_values: Whether clients send values, and not changes. These are not sent as differences, so that a codec
             of the uplink that leaves numbers out would set them to zero.
     """
 
@@ -180,8 +180,8 @@ class Personal(_Protocol):
         """A template of the ``state`` of a client at a real site, as far as `begin` and `end` need it.
 
         A server tries the client's half to learn the form of a client's message. Only names, shapes and types matter.
-        By default that is the state of a client that has never taken part. If a broadcast leaves out what the client
-        has received earlier, it is that.
+        By default that is the state of a client that has never taken part. If a broadcast leaves out tensors that the
+        client received earlier, it contains those.
         """
         return {}
 

@@ -32,7 +32,7 @@ _OF_THE_PROCESS = (
 # The names of such methods in albumentations and MONAI.
 _SEEDERS = ("set_random_seed", "set_random_state")
 _SAMPLES = 1_000
-"""Entries above which a container is taken to hold samples, not transforms."""
+"""Number of entries above which a container counts as one of samples, not of transforms."""
 
 
 class StepRandomness:

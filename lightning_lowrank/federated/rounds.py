@@ -21,21 +21,27 @@ from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor
 
 from lightning_lowrank.aggregation.aggregator import home_of
-from lightning_lowrank.arguments import listed
+from lightning_lowrank.arguments import join_names
 from lightning_lowrank.federated.carried_values import CarriedValues
 from lightning_lowrank.federated.checks import global_step_note, readers_in_steps
 from lightning_lowrank.federated.client_evaluation import FurtherModels
 from lightning_lowrank.federated.client_optimizers import ClientOptimizers
 from lightning_lowrank.federated.client_states import ClientStates
 from lightning_lowrank.federated.clock import Clock, LateError, Operations
-from lightning_lowrank.federated.data.loader_checks import leaves_one
+from lightning_lowrank.federated.data.loader_checks import last_batch_is_single
 from lightning_lowrank.federated.data.planner import Chunk
 from lightning_lowrank.federated.data.training_set import RoundData
 from lightning_lowrank.federated.exchange import Exchange, Parts
 from lightning_lowrank.federated.execution.auto import choose_execution
 from lightning_lowrank.federated.execution.base import Execution
 from lightning_lowrank.federated.execution.processes import ClientParallelStrategy, check_processes
-from lightning_lowrank.federated.failures import ClientsFailed, described, is_of_a_client, is_of_lone_sample, named
+from lightning_lowrank.federated.failures import (
+    ClientsFailed,
+    client_names,
+    describe_error,
+    is_client_error,
+    is_single_sample_error,
+)
 from lightning_lowrank.federated.leaks import Isolation, OfTheRun
 from lightning_lowrank.federated.ledger import Ledger, dense_bytes
 from lightning_lowrank.federated.local import LocalTraining
@@ -56,10 +62,10 @@ class Rounds(OfTheRun):
         settings: The experiment's settings.
         trainer: The trainer, with its optimizers set up.
         data: The training set, which is divided when that has not been done.
-        progress: Where the run stands.
+        progress: The run's position.
         processes: Connects the processes that share rounds, if there are several.
         make: Makes the exchange of the clients' messages.
-        before: The rounds of the fit that this one goes on from, if any.
+        before: The rounds of the fit that this one continues, if any.
         restored: `state_dict`'s result in the checkpoint that the fit is resumed from, if any.
         turns: Makes each turn of Lightning's loop a chunk of clients.
     """
@@ -86,7 +92,7 @@ class Rounds(OfTheRun):
         self._to_device = functools.partial(_to_device, device=self._module.device)
         self._ended = False
         samples = data.divided().sizes.tolist()
-        # Before trial steps, which would change the optimizers' attributes.
+        # Must precede the trial steps, which change the optimizers' attributes.
         self._optimizers = ClientOptimizers(trainer, settings)
         self._optimizers.check(settings.clients_with_settings(len(samples)))
         if before is None:
@@ -119,13 +125,13 @@ class Rounds(OfTheRun):
         self.further = FurtherModels(data, exchange)
         exchange.setup(continues=before is not None and before.exchange.algorithm is settings.algorithm)
         if clock is not None and clock.counts_operations:
-            # Before an execution replaces the module's training step.
+            # Must precede the execution, which replaces the module's training step.
             clock.operations = Operations(settings.algorithm, server.base, *data.example())
         holder = int(np.argmax(data.planner.samples))
         if settings.algorithm.claims.needs_labels and data.labels_of(holder) is None:
             raise MisconfigurationException(
-                f"{settings.algorithm!r} reads the labels of clients' samples, and the training data has none that are"
-                " found: give FederatedLoop(labels=...), a function of the dataset."
+                f"{settings.algorithm!r} reads the labels of clients' samples, but no labels are found in the training"
+                " data: give FederatedLoop(labels=...), a function of the dataset."
             )
         data.group_key = self._group_key
         previous = None if before is None else before.execution
@@ -191,7 +197,7 @@ class Rounds(OfTheRun):
         self.execution.begin_round()
         self._isolation.begin_round()
         progress.client_steps_before = progress.client_steps
-        idle = self._data.planner.listening - len(plan.clients) - len(plan.failed)
+        idle = self._data.planner.broadcast_receivers - len(plan.clients) - len(plan.failed)
         self.exchange.begin_round(plan, self.execution.live, idle)
         self.exchange.answers.check(len(plan.clients))
         progress.round_open, self._ended, self._failed_alike = True, False, {}
@@ -250,7 +256,7 @@ class Rounds(OfTheRun):
                 raise failed.error from failed.error.__cause__
             self._give_up(chunk.clients, failed.error)
         except Exception as error:
-            if not (local.in_step and is_of_a_client(error)) or self._settings.on_client_error == "raise":
+            if not (local.in_step and is_client_error(error)) or self._settings.on_client_error == "raise":
                 raise
             self._give_up(chunk.clients, error)
         return ends_round
@@ -328,10 +334,10 @@ class Rounds(OfTheRun):
 
     def _drop(self, clients: Sequence[int], error: Exception, before: Mapping[int, State]) -> None:
         """Continue without failed clients, whose states become those of ``before``."""
-        reason = described(error)
+        reason = describe_error(error)
         if reason in self._failed_alike:
             self._failed_alike[reason] += clients
-        elif not (is_of_lone_sample(error) and self._said_lone(clients)):
+        elif not (is_single_sample_error(error) and self._said_lone(clients)):
             together = "" if len(clients) == 1 else ", which step together"
             self._warn_of(clients, f"{together}: {reason}")
             self._failed_alike[reason] = []
@@ -342,12 +348,13 @@ class Rounds(OfTheRun):
         """Warn once of clients whose last batch has one sample; return whether each of ``clients`` has such a batch."""
         loader, samples = self._data.training_loader, self._data.planner.samples
         assert loader is not None
-        lone = [client for client in range(len(samples)) if leaves_one(int(samples[client]), loader)]
+        lone = [client for client in range(len(samples)) if last_batch_is_single(int(samples[client]), loader)]
         if not self._lone_named and not {*clients}.isdisjoint(lone):
             self._lone_named = True
             of = f"{len(lone)} of {len(samples)} clients" if len(lone) > 1 else "a client"
             warnings.warn(
-                f"rounds go on without {of}, whose last batch has one sample: {listed([*map(str, lone)])}. BatchNorm"
+                f"rounds continue without {of}, whose last batch has one sample: {join_names([*map(str, lone)])}."
+                " BatchNorm"
                 f" needs two in training. Set drop_last=True in the training loader, or another batch_size than"
                 f" {loader.batch_size}.",
                 stacklevel=2,
@@ -356,7 +363,7 @@ class Rounds(OfTheRun):
         return {*clients} <= {*lone}
 
     def _warn_of(self, clients: Sequence[int], reason: str) -> None:
-        warnings.warn(f"round {self._progress.round} goes on without {named(clients)}{reason}", stacklevel=2)
+        warnings.warn(f"round {self._progress.round} continues without {client_names(clients)}{reason}", stacklevel=2)
 
     def aggregate(self) -> None:
         """End the round, if one is open, and load the new global model into the module."""

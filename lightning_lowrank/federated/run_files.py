@@ -14,13 +14,13 @@ from weakref import WeakSet
 import lightning.pytorch as pl
 from lightning.pytorch.loggers import CSVLogger
 
-from lightning_lowrank.arguments import printable, without_formula
+from lightning_lowrank.arguments import escape_formula, printable
 from lightning_lowrank.federated.data.indices import ClientIndices
 from lightning_lowrank.layers.layer import low_rank_layers
 from lightning_lowrank.run_metadata import read_metadata, software, write_metadata
 
 CLIENT_TABLES = {"validate": "clients.csv", "test": "clients_test.csv"}
-"""Names of the tables of clients, as the last validation and the last test judged them."""
+"""Names of the tables of clients of the last validation and the last test."""
 
 # Loggers whose folders have metadata written by this process; a folder may also hold those of an earlier run.
 _WRITTEN: WeakSet[CSVLogger] = WeakSet()
@@ -29,7 +29,7 @@ _WRITTEN: WeakSet[CSVLogger] = WeakSet()
 class RunMetadata:
     """Writes the metadata of a fit into the folder of each `CSVLogger`.
 
-    A fit that goes on with the same logger, whose metrics then hold the rounds before, counts from their first one.
+    A fit that continues with the same logger, whose metrics then hold the rounds before, counts from their first one.
 
     Args:
         trainer: The trainer, about to make its first round, or the first one since it was resumed.
@@ -91,7 +91,7 @@ def write_client_table(
 
     Args:
         trainer: The trainer.
-        stage: What judged them.
+        stage: The evaluation, ``validate`` or ``test``.
         samples: Number of test samples of each client.
         columns: Each client's figures, by name.
         names: The clients' names.
@@ -101,7 +101,7 @@ def write_client_table(
         return
     rows = [
         [
-            client if names is None else without_formula(printable(str(names[client]).replace("\n", " "))),
+            client if names is None else escape_formula(printable(str(names[client]).replace("\n", " "))),
             count,
             *(values.get(client, "") for values in columns.values()),
         ]

@@ -1,6 +1,6 @@
 """Safe files: checkpoints that are never torn, and temporary files that a later run deletes.
 
-A temporary file or folder has its process's `mark` in its name.
+A temporary file or folder has its process's `owner_mark` in its name.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from lightning.pytorch.plugins.io import TorchCheckpointIO
 from lightning.pytorch.utilities import rank_zero_warn
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
-from lightning_lowrank.arguments import listed
+from lightning_lowrank.arguments import join_names
 from lightning_lowrank.internals.replaced import replaced
 
 _UNFINISHED = ".part"
@@ -31,7 +31,7 @@ _LEAST_FREE = 2**16
 _IN_USE: set[Path] = set()
 
 
-def place() -> str:
+def process_scope() -> str:
     """The scope of process ids: the host and its container (PID namespace)."""
     try:
         namespace = os.readlink("/proc/self/ns/pid").strip("pid:[]")
@@ -40,9 +40,9 @@ def place() -> str:
     return f"{socket.gethostname()}-{namespace}".replace("@", "-")
 
 
-def mark() -> str:
+def owner_mark() -> str:
     """The owner's mark in names of temporary files: ``host-container@process``."""
-    return f"{place()}@{os.getpid()}"
+    return f"{process_scope()}@{os.getpid()}"
 
 
 def claim(path: Path) -> Path:
@@ -62,7 +62,7 @@ def delete_stale_files(marked: Iterable[tuple[Path, str]]) -> None:
         where, _, number = text.rpartition("@")
         if path in _IN_USE or not number.isdecimal():
             continue
-        if where == place():
+        if where == process_scope():
             if int(number) == os.getpid() or not _runs(int(number)):
                 _delete(path)
         elif _is_old(path):
@@ -102,7 +102,7 @@ def _is_old(path: Path) -> bool:
 class WholeCheckpoints(TorchCheckpointIO):
     """Lightning's default checkpoint writer, except that a killed run leaves no torn checkpoint.
 
-    A checkpoint is written beside its target, to the disk, and then renamed, on whatever file system the target is.
+    A checkpoint is written to a file next to its target, synced to the disk, and then renamed, on any file system.
     (Lightning writes into the temporary folder; if that is on another file system, its last move is a copy, which a
     kill can cut short.) Before one is loaded it is read as a whole and compared with its checksums.
 
@@ -123,7 +123,7 @@ class WholeCheckpoints(TorchCheckpointIO):
             return
         target = Path(path)
         target.parent.mkdir(parents=True, exist_ok=True)
-        unfinished = claim(target.with_name(f".{target.name}.{mark()}{_UNFINISHED}"))
+        unfinished = claim(target.with_name(f".{target.name}.{owner_mark()}{_UNFINISHED}"))
         delete_stale_files(
             (each, each.name.removesuffix(_UNFINISHED).rpartition(f"{target.suffix}.")[2])
             for each in target.parent.glob(f".*{target.suffix}.*{_UNFINISHED}")
@@ -142,7 +142,7 @@ class WholeCheckpoints(TorchCheckpointIO):
             if number not in _FULL:
                 raise
             raise MisconfigurationException(
-                f"the checkpoint {target} was not written, for its disk is full, and an earlier one is as it was: free"
+                f"the checkpoint {target} was not written, because its disk is full; an earlier one is unchanged: free"
                 f" space in {target.parent}, or set ModelCheckpoint(dirpath=..., save_top_k=1, save_last=False)."
             ) from error
         finally:
@@ -190,7 +190,7 @@ def name_full_disk(error: BaseException, trainer: Any) -> None:
     folders = sorted(loggers | checkpoints) or [str(trainer.default_root_dir)]
     full = [folder for folder in folders if _full(_existing(Path(folder)))] or folders
     found.strerror = (
-        f"{os.strerror(found.errno or errno.ENOSPC)}: the run writes into {listed(full)}. Free space there,"
+        f"{os.strerror(found.errno or errno.ENOSPC)}: the run writes into {join_names(full)}. Free space there,"
         " or give another one by Trainer(default_root_dir=...), the logger's save_dir or ModelCheckpoint(dirpath=...)"
     )
     if error is not found:
@@ -205,7 +205,7 @@ def _existing(folder: Path) -> Path:
 
 
 def _finalize_without_space(logger: Any) -> None:
-    """Have a logger's next ``finalize`` pass over a full disk."""
+    """Make a logger's next ``finalize`` ignore a full disk."""
     finalize = logger.finalize
 
     def finalize_if_space(status: str) -> None:
@@ -219,7 +219,7 @@ def _finalize_without_space(logger: Any) -> None:
     logger.finalize = finalize_if_space
 
 
-def written_whole(trainer: Any) -> AbstractContextManager[None]:
+def whole_checkpoints(trainer: Any) -> AbstractContextManager[None]:
     """A context in which a trainer uses `WholeCheckpoints` in place of Lightning's default."""
     if type(trainer.strategy.checkpoint_io) is not TorchCheckpointIO:
         return nullcontext()
@@ -246,12 +246,12 @@ def check_whole(path: str | Path) -> None:
     others = [each for each in Path(path).parent.glob("*.ckpt") if each.is_file() and each.name != Path(path).name]
     others.sort(key=lambda each: each.stat().st_mtime, reverse=True)
     whole = next(filter(is_whole, others), None)
-    way_out = "there is no whole one beside it, so begin a new run"
+    way_out = "there is no complete one next to it, so begin a new run"
     if whole is not None:
-        way_out = f"the newest whole one beside it is {whole}: resume with ckpt_path={str(whole)!r}"
+        way_out = f"the newest complete one next to it is {whole}: resume with ckpt_path={str(whole)!r}"
     raise MisconfigurationException(
-        f"{path} is torn: its {Path(path).stat().st_size} bytes are not all that was to be written, as when a run is"
-        f" killed while it saves; {way_out}."
+        f"{path} is torn: its {Path(path).stat().st_size} bytes are incomplete, as after a run that was killed while"
+        f" it saved; {way_out}."
     )
 
 

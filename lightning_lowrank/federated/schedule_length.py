@@ -20,7 +20,7 @@ class ScheduleLength:
 
     Step-wise schedulers make the steps of the client with the most in each round, and Lightning asks for their number
     before the first round. Its own length is the mean of that client's batches in a round, rounded up, so that it
-    stands for the training loader in ``len(loader)``.
+    replaces the training loader in ``len(loader)``.
 
     Args:
         trainer: The trainer, before its progress has been restored from a checkpoint.
@@ -39,11 +39,11 @@ class ScheduleLength:
         self._answers = FitLength(trainer, self, self._give)
 
     def install(self) -> Callable[[], None]:
-        """Answer Lightning's requests from now on; return a function that ends that."""
+        """Install these counts in the trainer; return a function that restores Lightning's own."""
         return self._answers.install()
 
     def settle(self) -> None:
-        """Have Lightning load its data, and answer for its loader from then on."""
+        """Have Lightning load its data, and stop replacing its training loader."""
         self._answers.settle()
 
     def __len__(self) -> int:

@@ -21,7 +21,7 @@ from torch.optim import Optimizer
 from torch.utils.data import Dataset
 
 from lightning_lowrank.aggregation import Aggregator, WeightedMean
-from lightning_lowrank.arguments import SAME_RESULT, Configured, first_ten, listed, plain
+from lightning_lowrank.arguments import SAME_RESULT, Configured, first_ten, join_names, to_plain
 from lightning_lowrank.buffers import treat_as_buffers
 from lightning_lowrank.compression import Codec
 from lightning_lowrank.configuration import check_choice, check_integer, check_number
@@ -95,14 +95,14 @@ class FederatedSettings(Configured):
 
     Args:
         algorithm: The federated method.
-        clients: Number of clients. May be left out where the partition knows it (`ByKey`, `FromIndices`).
+        clients: Number of clients. May be left out if the partition knows it (`ByKey`, `FromIndices`).
         clients_per_round: Clients drawn in each round: a count, or a share of all clients in (0, 1] as a float.
             ``None``: all of them. Clients without samples are never drawn.
         partition: How the training set is divided; `IID` by default.
         local_epochs: Passes of a client over its own samples in a round.
         local_steps: Number of batches of a client in a round, instead of ``local_epochs``.
         uplink: Codecs that every message from a client passes, such as ``[TopK(0.1, error_feedback=True), Half()]``.
-            They get the difference from `Algorithm.reference`, by default from what the client received. Buffers and
+            They get the difference from `Algorithm.reference`, by default from the received tensors. Buffers and
             integers travel exactly. Empty (default): every number travels as it is.
         downlink: Codecs that every message to a client passes. With error feedback they get the difference from a copy
             of the broadcast that all clients hold, and the server adds clients' changes to its own model (EF21-P).
@@ -110,7 +110,7 @@ class FederatedSettings(Configured):
         aggregator: How the arrivals of a round become one value, for methods that average; `WeightedMean` by default.
             Robust rules, such as ``TrimmedMean(0.3)`` or ``Krum(2)``, withstand clients that send anything.
         attackers: Clients that attack, such as ``SignFlip(0.2)``, to test that with; none by default.
-        objective: What clients are trained for beside the module's own loss, such as ``MaskAbsentClasses()``.
+        objective: A change of the clients' objective, such as ``MaskAbsentClasses()``.
         privacy: Differential privacy of whole clients, such as ``ClientPrivacy(clip=1.0, target_epsilon=8.0)``; see
             there. It goes with ``weighting="uniform"`` and methods whose server needs only the clients' mean. ``None``
             (default): none. (Single samples are protected by the callback `DifferentialPrivacy`.)
@@ -122,28 +122,30 @@ class FederatedSettings(Configured):
             only the results are sent and averaged.
         ema_parameters: Patterns of frozen parameters that training itself changes, such as ``["teacher.*"]`` for a
             teacher that follows by an exponential moving average. They are sent, trained and averaged as ``buffers``
-            says. Frozen parameters that change without being named here are refused. What is written through
-            ``tensor.data`` is looked for in a fit's first step, beyond 16.8 million frozen numbers in a sample of them.
-        optimizer_state: ``"reset"``: momentum and the like start anew with each client and round. ``"keep"``: each
-            client takes its own up again when it is next drawn, but for that of factors that a method such as `FedMUD`
-            has drawn anew since.
+            says. Frozen parameters that change without being named here are refused. Writes through ``tensor.data`` are
+            looked for in a fit's first step, beyond 16.8 million frozen numbers in a sample of them.
+        optimizer_state: ``"reset"``: momentum and the like start from zero with each client and round. ``"keep"``: each
+            client continues with its own when it is next drawn, except for moments of factors that a method such as
+            `FedMUD` has redrawn since.
         client_dropout: Chance in [0, 1) that a drawn client fails: it is sent the model and never answers. At least
             one client of a round always answers.
         on_client_error: What happens if a client fails: if its training raises an error, or its update holds a number
-            that is not finite. ``"drop"`` (default): a warning names it, the round goes on without it, and it keeps
-            what it kept before the round. Clients that step together fail together if the step raises. ``"raise"``:
-            the fit ends. Errors of settings, memory or the device always end it.
+            that is not finite. ``"drop"`` (default): a warning names it, the round continues without it, and its state
+            is that of before the round. Clients that step together fail together if the step raises. ``"raise"``: the
+            fit ends. Errors of settings, memory or the device always end it.
         min_clients: Least number of clients that must answer in a round; fewer are an error. Default 1.
         sampling_weights: Relative chance of each client to be drawn: a list, or a dictionary by the clients' names;
             uniform by default.
         participants: Clients of each round, by their ids or, as strings, their names (of `ByKey`, `FromIndices` and the
             like); given instead of drawn.
-        availability: For each client the chance, from 0 to 1, that it is there in a round: a list, a dictionary by the
-            clients' names, or a function of client id and round that returns it, or True or False.
+        availability: For each client the probability, from 0 to 1, that it is available in a round: a list, a
+            dictionary by the clients' names, or a function of client id and round that returns it, or True or False.
         system: How long clients' messages and steps would take, such as ``SystemModel(bandwidth=1.25e6, speed=1e10)``,
-            and after what time the server goes on without those that are late. ``None`` (default): rounds have no time.
+            and the deadline after which the server continues without late clients. ``None`` (default): rounds have no
+            time.
         stages: Further stages of each round, such as one that logs each client's update; see `RoundStage`. They see
-            messages after ``attackers``, and do not go with ``privacy``, which would not protect what they log.
+            messages after ``attackers``, and cannot be combined with ``privacy``, which would not protect their
+            figures.
         labels: Function from the training dataset to its labels, for partitions by label. By default they are found
             from ``targets``, ``labels`` or ``tensors``, or in one pass over the dataset.
         seed: Seed of partition, sampling, data order and clients' randomness. ``None``: the seed given to Lightning's
@@ -152,19 +154,19 @@ class FederatedSettings(Configured):
             together, as one batch of models. The results are equal to rounding (but for dropout and augmentation in
             ``training_step``, whose draws differ); a frozen weight is one product for all clients, so that low-rank
             clients gain most. ``training_step`` is mapped with `torch.func.vmap`: it may not branch on a number or call
-            ``.item()`` where clients differ, update a metric, or keep values for later steps, and optimizers must act
+            ``.item()`` if clients differ, update a metric, or keep values for later steps, and optimizers must act
             on each number alone (see `register_elementwise`). Clients step together whose batches have tensors of the
             same shapes. Before the first round a step is compared with the same step of a client alone, and refused if
             it differs. ``global_step``, ``max_steps`` and step-wise schedulers then count steps of a chunk, and an
             integer ``val_check_interval`` chunks; ``federated/client_steps`` counts clients' batches in both.
-            ``"auto"``: a few
-            steps are tried both ways when the fit begins, the faster is taken, and a line says which and why; a resumed
-            run keeps the choice. The trial puts back all that module, optimizers and dataset hold. What keeps clients
-            from stepping together, in the trial or later, is no error: their steps are made one after another. Where
-            the module has convolutions, a third way is tried: one after another, with the channels of images last in
-            memory (`torch.channels_last`). A later step that cannot do with that is an error which says what would do.
+            ``"auto"``: a few steps are tried both ways when the fit begins, the faster way is used, and a line says
+            which and why; a resumed run keeps the choice. The trial puts back all that module, optimizers and dataset
+            hold. What keeps clients from stepping together, in the trial or later, is no error: their steps are made
+            one after another. If the module has convolutions, a third way is tried: one after another, with the
+            channels of images last in memory (`torch.channels_last`). A later step that cannot do with that is an error
+            which says what would do.
         chunk_size: Largest number of clients that step together. ``None``: as many as a quarter of the free memory
-            holds, by what a step on the first round's batches takes, and half as many where that step needs more. The
+            holds, by the memory of a step on the first round's batches, and half as many if that step needs more. The
             result does not depend on it, to rounding.
         compile: Whether the steps of clients that step together are compiled by `torch.compile`, which needs a C++
             compiler on a CPU and Triton on a GPU. Compiled are full batches, in stacks of at most four sizes, each of
@@ -174,37 +176,35 @@ class FederatedSettings(Configured):
             with torch's own collate function, of this package's images, and of a `torch.utils.data.Subset` of them.
             Batches are gathered, normalised and augmented there, without a loader's workers, with the same draws and
             results. ``True``: in the memory of the device that trains. ``False``: in main memory; batches are
-            copied from pinned memory where the device is a CUDA GPU. ``"auto"`` (default): on other devices than the
-            CPU as ``True`` where the samples take at most a quarter of the memory that is free at the first batch, and
-            else as ``False``; also as ``False`` for other data, and where the module or datamodule overrides
-            ``on_before_batch_transfer`` or ``transfer_batch_to_device``. Evaluation batches are made on the device
-            where all samples are there; those of validation also need a loader without workers, over samples without
-            draws.
-        personal_test: What each client's own model (`Algorithm.personal_model`; for most methods the global model) is
-            tested on, each time validation runs between rounds: ``"matched_labels"``: the validation samples of the
-            labels that it has in its training samples; a share in (0, 1): that share of its own samples, drawn at
-            random and not trained on; ``"by_client"``: its own validation samples, which ``partition`` finds: by the
-            same key as `ByKey`, or by what `FromIndices` has under ``"test"``. Logged are the mean over clients, the
-            mean of the worst tenth and the standard deviation of each figure that ``validation_step`` logs:
+            copied from pinned memory if the device is a CUDA GPU. ``"auto"`` (default): on other devices than the
+            CPU as ``True`` if the samples take at most a quarter of the memory that is free at the first batch, and
+            else as ``False``; also as ``False`` for other data, and if the module or datamodule overrides
+            ``on_before_batch_transfer`` or ``transfer_batch_to_device``. Evaluation batches are made on the device if
+            all samples are on it; those of validation also need a loader without workers, over samples without draws.
+        personal_test: The test samples of each client's own model (`Personal.personal_model`; for most methods the
+            global model), evaluated each time validation runs between rounds: ``"matched_labels"``: the validation
+            samples of the labels that it has in its training samples; a share in (0, 1): that share of its own samples,
+            drawn at random and not trained on; ``"by_client"``: its own validation samples, which ``partition`` finds:
+            by the same key as `ByKey`, or by what `FromIndices` has under ``"test"``. Logged are the mean over clients,
+            the mean of the worst tenth and the standard deviation of each figure that ``validation_step`` logs:
             ``personal/val_acc``, ``personal/val_acc_worst10``, ``personal/val_acc_std``; with ``"by_client"`` also
             those of the global model on the same samples, ``global/val_acc`` and so on. The folder of a `CSVLogger`
             gets ``clients.csv``, a line for each client with its name, samples and figures. Which values are worst,
             ``higher_is_better`` of a logged metric object says, else the ``mode`` of a callback that monitors the
-            figure and its name; where none does, a warning says so, and no worst tenth is logged. ``trainer.test``
+            figure and its name; if none does, a warning says so, and no worst tenth is logged. ``trainer.test``
             after the fit does the same with the test loader, unless the module was given other weights, as by
             ``ckpt_path``, of which there are no clients' models: a warning says so. ``None``: not at all.
-        personal_clients: How many clients ``personal_test`` judges, drawn once for the whole experiment among those
-            that have test samples. ``None`` (default): all.
-        client_settings: What is otherwise for single clients, by their ids or, as strings, their names; or as a
-            function of the id:
-            ``local_epochs`` or ``local_steps``, and options of the optimizers such as ``lr`` or ``weight_decay``.
+        personal_clients: Number of clients that ``personal_test`` evaluates, drawn once for the whole experiment among
+            those that have test samples. ``None`` (default): all.
+        client_settings: Settings of single clients, by their ids or, as strings, their names; or as a function of the
+            id: ``local_epochs`` or ``local_steps``, and options of the optimizers such as ``lr`` or ``weight_decay``.
             A function may return ``None`` for nothing. Clients that step together have the same options.
         client_memory_limit: Bytes of tensors that all clients together keep in memory from round to round (their own
-            models, moments, error feedback). What is beyond is put into a temporary folder as safetensors, that of the
-            clients first which have not been drawn for longest. ``None``: no limit. Checkpoints hold all of it.
+            models, moments, error feedback). States beyond this are written to a temporary folder as safetensors, the
+            least recently drawn clients' first. ``None``: no limit. Checkpoints hold all of it.
         summary: Print the partition's table when the fit begins, and a line with metrics and bytes when it ends.
-        allow_changes: Names of what may differ from the run whose checkpoint is resumed, such as
-            ``["clients_per_round", "algorithm.lr"]``; a name stands for all that is in it. By default a run that
+        allow_changes: Names of settings that may differ from the run whose checkpoint is resumed, such as
+            ``["clients_per_round", "algorithm.lr"]``; a name includes everything below it. By default a run that
             differs in anything that changes its result is refused, by these names.
 
     Raises:
@@ -289,7 +289,8 @@ class FederatedSettings(Configured):
         twice = sorted(name for name in {*names} if names.count(name) > 1 or name in taken)
         _check(
             not twice,
-            f"stages={self.stages!r} has more than one stage of the key {listed(twice)}: give each a key of its own",
+            f"stages={self.stages!r} has more than one stage of the key {join_names(twice)}: give each a key of its"
+            " own",
         )
         _check(
             self.privacy is None or not any(map(sees_messages, self.stages)),
@@ -359,7 +360,8 @@ class FederatedSettings(Configured):
 
         _check(
             self.personal_clients is None or self.personal_test is not None,
-            f"personal_clients={self.personal_clients} says how many clients personal_test judges: give it as well",
+            f"personal_clients={self.personal_clients} limits the clients that personal_test evaluates: set"
+            " personal_test too",
         )
         _check(
             self.local_steps is None or self.local_epochs == 1,
@@ -437,7 +439,7 @@ class FederatedSettings(Configured):
         assert self.aggregator is not None
         treat_as_buffers(module, self.ema_parameters)
         unsent = [name for name, value in trained_tensors(module).items() if value.is_complex()]
-        _check(not unsent, f"{listed(unsent)}: complex tensors cannot be sent; keep them as torch.view_as_real")
+        _check(not unsent, f"{join_names(unsent)}: complex tensors cannot be sent; keep them as torch.view_as_real")
         base = Base(module, self.experiment_seed, self.buffers, optimizers)
         base.remember_buffers()
         return Server(base, clients=clients, aggregator=self.aggregator.fresh())
@@ -480,7 +482,7 @@ class FederatedSettings(Configured):
         def of_each(given: Mapping[Any, Any], setting: str) -> list[Any]:
             found = by_id(given, setting)
             unknown = [client for client in found if client not in range(count)]
-            _check(not unknown, f"{setting} names {unknown}, and clients go from 0 to {count - 1}")
+            _check(not unknown, f"{setting} names {unknown}, but client ids are 0 to {count - 1}")
             lacking = [name for client, name in enumerate(shown) if client not in found]
             _check(not lacking, f"{setting} lacks {len(lacking)} of {count} clients: {first_ten(lacking)}")
             return [found[client] for client in range(count)]
@@ -529,7 +531,7 @@ class FederatedSettings(Configured):
                 _check(len(values) == count, f"{name} has {len(values)} entries for {count} clients")
         named = [client for each in self.participants or () for client in each]
         unknown = {client for client in named if not isinstance(client, str) and not 0 <= client < count}
-        _check(not unknown, f"participants names {sorted(unknown)}, and clients go from 0 to {count - 1}")
+        _check(not unknown, f"participants names {sorted(unknown)}, but client ids are 0 to {count - 1}")
         share = self.clients_per_round
         drawn = count if share is None else max(1, round(share * count)) if isinstance(share, float) else share
         _check(drawn <= count, f"clients_per_round={share} is more than the partition's {count} clients")
@@ -548,7 +550,7 @@ class FederatedSettings(Configured):
             f"client_settings names {wrong}, and clients' ids are integers, such as 0, and their names strings.",
         )
         unknown = [client for client in named if not 0 <= client < count]
-        _check(not unknown, f"client_settings names {unknown}, and clients go from 0 to {count - 1}")
+        _check(not unknown, f"client_settings names {unknown}, but client ids are 0 to {count - 1}")
         return sorted(named)
 
     def settings_of(self, client: int) -> dict[str, Any]:
@@ -556,7 +558,7 @@ class FederatedSettings(Configured):
         given = self.client_settings
         if not given:
             return {}
-        settings = plain(dict((given(client) if callable(given) else (given or {}).get(client)) or {}))
+        settings = to_plain(dict((given(client) if callable(given) else (given or {}).get(client)) or {}))
         for name in _SETTINGS_OF_LENGTH:
             if name in settings:
                 check_integer(f"client_settings: {name} of client {client}", settings[name])

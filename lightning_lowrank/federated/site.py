@@ -29,7 +29,7 @@ class SiteExchange(Exchange):
     """The exchange of a real site, without a server: decodes broadcasts. A subclass sends the client's answers.
 
     Args:
-        parts: What it connects. The server has a base, and nothing else.
+        parts: The objects that it connects. The server has a base, and nothing else.
     """
 
     def __init__(self, parts: Parts) -> None:
@@ -50,7 +50,7 @@ class SiteExchange(Exchange):
     def broadcasts(self, round_number: int) -> Iterable[bytes]:
         """Encoded broadcasts that the site has not applied yet, in order of rounds; the last is this round's.
 
-        One that is empty stands for a round in which nothing was sent.
+        An empty one means a round in which nothing was sent.
         """
 
     def check_received(self, received: Mapping[str, Tensor]) -> None:

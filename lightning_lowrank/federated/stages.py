@@ -85,7 +85,7 @@ class RoundStage(Configured):
     - `answered`: on the server, as a message is received. It may refuse the message.
     - `arrived`: on the server, in the order in which clients answer. It may hold the message back, or change it.
     - `release`: on the server, at the round's end, for messages that were held back.
-    - `figures`: what is logged of the round.
+    - `figures`: the round's logged figures.
 
     Later stages of the list see what earlier ones let pass. The user's come after attackers.
 
@@ -123,7 +123,7 @@ class RoundStage(Configured):
         """Called when a client's message of ``nbytes`` encoded bytes is received, after its local steps.
 
         Returns:
-            The reason to go on without the client; ``None`` (default) if there is none.
+            The reason to continue without the client; ``None`` (default) if there is none.
         """
         return None
 

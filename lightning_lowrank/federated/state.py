@@ -20,7 +20,7 @@ from lightning_lowrank.internals.torch import copy_each
 BufferPolicy = Literal["average", "local", "reset"]
 
 State = dict[str, Any]
-"""What is kept, by purpose: tensors and plain Python in nested dictionaries, so that checkpoints can hold it."""
+"""Further state, by purpose: tensors and plain Python in nested dictionaries, so that checkpoints can hold it."""
 
 
 def trained_tensors(module: nn.Module) -> dict[str, Tensor]:
@@ -47,12 +47,12 @@ class Base:
     Args:
         module: The live module. Its trained parameters hold some client's values while a round runs.
         seed: Seed of the experiment, from which a method derives its own.
-        buffer_policy: What happens to the module's persistent buffers.
+        buffer_policy: The treatment of the module's persistent buffers.
         optimizers: The trainer's optimizers, with which clients step.
         initial_buffers: The persistent buffers' values before the first round, by name.
         clients: Number of clients of the experiment, also of such that cannot be drawn.
-        state: What the method keeps on every side between rounds. ``state["folded"]`` says that frozen weights have
-            changed: what is trained is then a part of what was learnt.
+        state: The method's state on the server and on all clients between rounds. ``state["folded"]`` says that frozen
+            weights have changed: the trained tensors are then only a part of the learnt ones.
     """
 
     module: nn.Module
@@ -75,14 +75,15 @@ class Base:
 
     @torch.no_grad()
     def fold(self, name: str, weight: Tensor, change: Tensor) -> None:
-        """Add a change to a frozen weight, and mark that in ``state``; for `Algorithm.setup` and ``update_base``.
+        """Add a change to a frozen weight, and record that in ``state``; for `Algorithm.setup` and ``update_base``.
 
-        The sum of all changes to a weight of 16 bits is kept beside it in single precision, as part of ``state``, and
+        The sum of all changes to a weight of 16 bits is also kept in single precision, as part of ``state``, and
         the weight is that sum rounded once. Otherwise each rounding would lose what changes by less than the weight's
-        spacing. It takes 4 bytes for each number of the weight, in memory and in checkpoints, beside the weight's 2.
+        spacing. It takes 4 bytes for each number of the weight, in memory and in checkpoints, in addition to the
+        weight's 2.
 
         Args:
-            name: What the sum is called: the layer's name.
+            name: The sum's name: the layer's name.
             weight: The weight, which is changed in place.
             change: Of the weight's shape, in single precision at least.
         """
@@ -138,11 +139,11 @@ class ClientContext(ClientInfo):
     Args:
         base: The client's copy of the module, its optimizers, and what every side holds.
         model: The client's live values: trained parameters and persistent buffers by name, to be written in place.
-        state: What the client keeps between rounds.
-        round_state: What the client needs in this round alone: tensors by name, and dictionaries of such. Clients that
+        state: The client's state between rounds.
+        round_state: The client's values of this round alone: tensors by name, and dictionaries of such. Clients that
             step together have it stacked, see `LocalStep`.
         steps: Number of steps that the client makes in this round; when it ends, that it has made.
-        find_labels: Returns the labels of the client's training samples, ``None`` where the data has none.
+        find_labels: Returns the labels of the client's training samples, ``None`` if the data has none.
     """
 
     base: Base
@@ -168,11 +169,11 @@ class Server:
         round: Number of the round, from 0.
         cohort: Ids of the clients drawn for the round, ascending.
         model: Global values of the trained parameters and persistent buffers, by name.
-        state: What the method keeps on the server between rounds. ``state["lost"]`` is what `update_model` keeps there.
+        state: The method's state on the server between rounds. ``state["lost"]`` is what `update_model` keeps there.
         aggregator: The round's arrivals so far.
-        announcement: What every side hears with the round's broadcast, clients that sit the round out included. Set by
+        announcement: The tensors that all clients, idle ones included, receive with the round's broadcast. Set by
             `announce`.
-        encoded: Its encoding, of which all clients get the same bytes, where the downlink is lossy.
+        encoded: Its encoding, of which all clients get the same bytes, if the downlink is lossy.
         transmit: Returns an announcement as every side receives it: with the losses of a lossy downlink.
     """
 
@@ -197,10 +198,11 @@ class Server:
 
         Args:
             live: The live trained parameters and persistent buffers, by name.
-            shown: What the method last put into the module. Where the module holds just that, ``model`` stays.
+            shown: The values that the method last put into the module. If the module holds just that, ``model``
+                stays.
         """
         self.base.remember_buffers()
-        found = changed(live, shown)
+        found = changed_names(live, shown)
         self.model.update({name: value.detach().clone() for name, value in live.items() if name in found})
 
     def parameters(self) -> dict[str, Tensor]:
@@ -220,7 +222,7 @@ class Server:
     def update_model(self, values: Mapping[str, Tensor]) -> None:
         """Store new values in ``model``, rounded to its types.
 
-        What rounding to 16 bits takes away is kept in ``state``, in single precision, and added to the next values:
+        The rounding error of 16 bits is kept in ``state``, in single precision, and added to the next values:
         changes by less than a weight's spacing would otherwise never add up. It takes 4 bytes for each number.
         """
         for name, value in values.items():
@@ -271,7 +273,7 @@ class Server:
 
 
 @torch.no_grad()
-def changed(live: Mapping[str, Tensor], shown: Mapping[str, Tensor]) -> set[str]:
+def changed_names(live: Mapping[str, Tensor], shown: Mapping[str, Tensor]) -> set[str]:
     """Names of the tensors that differ between two models; waits for each device once only."""
     found, comparisons = set(), {}
     for name, value in live.items():

@@ -73,7 +73,7 @@ class SplitPacket(Packet):
             DecodingError: If the bytes are no such packet.
         """
         if len(data) < _LENGTH.size:
-            raise DecodingError(f"{len(data)} bytes are less than the length of a broadcast's first part takes.")
+            raise DecodingError(f"{len(data)} bytes are too few for the length of a broadcast's first part.")
         end = _LENGTH.size + _LENGTH.unpack_from(data)[0]
         if end > len(data):
             raise DecodingError(f"a broadcast of {len(data):,} bytes claims a first part of {end - _LENGTH.size:,}.")
@@ -85,13 +85,13 @@ class Wire:
 
     An uplink with codecs sends differences from `reference`. With error feedback each client keeps its own residual,
     and forgets that of factors or subspaces that have been redrawn (`ChangesBase.drawn_in`). A downlink with error
-    feedback sends the difference between the broadcast and a copy of it that all clients share, which clients that
-    sit the round out must hear as well; the server puts clients' changes onto its own values, so that what the copy
-    lacks is sent later (EF21-P). Without error feedback, the downlink sends the values. Clients' changes are then put
-    onto the server's own values only for a robust rule, which would take the downlink's loss for a change.
+    feedback sends the difference between the broadcast and a copy of it that all clients share, which idle clients must
+    receive as well; the server puts clients' changes onto its own values, so that what the copy lacks is sent later
+    (EF21-P). Without error feedback, the downlink sends the values. Clients' changes are then put onto the server's own
+    values only for a robust rule, which would take the downlink's loss for a change.
 
-    What a codec such as `LowRankCodec` starts a sender's next message from is kept by each client for the uplink, and
-    by the server for a downlink with error feedback.
+    The memory of a codec such as `LowRankCodec` is kept by each client for the uplink, and by the server for a downlink
+    with error feedback.
 
     A change of frozen weights that a method announces passes a lossy downlink once for all clients, and the server
     takes up the decoded change as they do, so that all copies of the weights stay equal.
@@ -116,8 +116,8 @@ class Wire:
         coarse = [type(codec).__name__ for codec in uplink if codec.sparse or isinstance(codec, Sign)]
         if coarse and OwnCodec.of(algorithm).encodes_values:
             raise MisconfigurationException(
-                f"{name} sends the values of the numbers that it chooses, and after {coarse[0]} these could not be"
-                f" averaged: give uplink=[Half()] or [Quantize()], or leave it out; it is {list(uplink)!r}."
+                f"{name} sends the values of selected coordinates, which cannot be averaged after {coarse[0]}: give"
+                f" uplink=[Half()] or [Quantize()], or leave it out; it is {list(uplink)!r}."
             )
         if not downlink:
             return
@@ -134,7 +134,7 @@ class Wire:
         sparse = [type(codec).__name__ for codec in downlink if codec.sparse]
         if sparse and not self.downlink.error_feedback:
             raise MisconfigurationException(
-                f"downlink={downlink!r}: {sparse[0]} would set to zero the numbers of the model that it leaves out."
+                f"downlink={downlink!r}: {sparse[0]} would set the numbers of the model that it does not send to zero."
                 " Give the first codec error_feedback=True, so that differences are sent, or use Half() or Quantize()"
                 " alone."
             )
@@ -169,7 +169,7 @@ class Wire:
 
         Args:
             base: The server's.
-            message: The method's, with what is announced.
+            message: The method's message, with the announcement.
             client: The client.
             announced: The announcement as it is received.
             encoded: Its encoding, if the downlink `splits` broadcasts.
@@ -261,7 +261,7 @@ class Wire:
     def up(self, client: ClientContext, message: Message, received: Mapping[str, Tensor]) -> Packet:
         """Encode a client's message, and save the residual of error feedback for the next one.
 
-        ``received`` is what the client received in this round.
+        ``received`` are the tensors that the client received in this round.
         """
         if not self.uplink.codecs or message.codec is not None:
             seed = derive_seed(client.seed, "uplink", client.round, client.id)
@@ -330,9 +330,9 @@ class Wire:
         Args:
             base: The server's.
             data: The bytes.
-            received: What the client received.
+            received: The tensors that the client received.
             codec: The method's own, if any.
-            schema: What the message must be; see `Channel.receive`.
+            schema: The message's schema; see `Channel.receive`.
         """
         if not self.uplink.codecs:
             return self.uplink.receive(data, message_codec=codec, schema=schema)

@@ -49,7 +49,7 @@ class EachOnce(yaml.SafeLoader):
         keys = [self.construct_object(key, deep=True) for key, _ in node.value]
         twice = [key for number, key in enumerate(keys) if key in keys[:number]]
         if twice:
-            raise yaml.constructor.ConstructorError(None, None, f"{twice[0]!r} is there twice", node.start_mark)
+            raise yaml.constructor.ConstructorError(None, None, f"{twice[0]!r} occurs twice", node.start_mark)
         return super().construct_mapping(node, deep)
 
 
@@ -131,8 +131,8 @@ class Approvals:
             return
         if not new_account and any(self.folder.glob("*.yaml")):
             raise misconfigured(
-                f"{file}, by which this site counts what its samples have cost, is not there, though recipes are"
-                " approved: put it back from a copy. --new-account begins one for samples that no study has used."
+                f"{file}, by which this site counts what its samples have cost, does not exist, although recipes are"
+                " approved: restore it from a backup. --new-account begins one for samples that no study has used."
             )
         private_folder(file.parent)
         with replacing(without_link(file)) as part, private_files():
@@ -182,7 +182,7 @@ def read_site_values(file: str | None) -> dict[str, Any]:
     return values
 
 
-def filled(content: Any, values: Mapping[str, Any], data_root: str | None = None) -> Any:
+def fill_placeholders(content: Any, values: Mapping[str, Any], data_root: str | None = None) -> Any:
     """A recipe's content with the site's values for each ``{site: NAME, default: VALUE}``.
 
     Args:
@@ -195,18 +195,18 @@ def filled(content: Any, values: Mapping[str, Any], data_root: str | None = None
         MisconfigurationException: If a name has neither a value nor a default, or its value leaves ``data_root``.
 
     Example:
-        >>> filled({"lr": 0.1, "num_workers": {"site": "num_workers", "default": 0}}, {"num_workers": 4})
+        >>> fill_placeholders({"lr": 0.1, "num_workers": {"site": "num_workers", "default": 0}}, {"num_workers": 4})
         {'lr': 0.1, 'num_workers': 4}
     """
     if isinstance(content, list):
-        return [filled(each, values, data_root) for each in content]
+        return [fill_placeholders(each, values, data_root) for each in content]
     if not isinstance(content, dict):
         return content
     if not _is_placeholder(content):
-        return {key: filled(value, values, data_root) for key, value in content.items()}
+        return {key: fill_placeholders(value, values, data_root) for key, value in content.items()}
     name = content["site"]
     if name not in values and "default" not in content and not (name == "root" and data_root is not None):
-        raise misconfigured(f"the recipe leaves {name!r} to each site: give it in the file that the site names as site")
+        raise misconfigured(f"the recipe leaves {name!r} to each site: give it in the site's file of own values (site)")
     value = values.get(name, content.get("default", "."))
     if data_root is None or not isinstance(value, str):
         return value
@@ -217,8 +217,8 @@ def filled(content: Any, values: Mapping[str, Any], data_root: str | None = None
     return str(place) if name in _OPENED or place.is_file() else value
 
 
-def left_to_sites(content: Any, values: dict[str, Any]) -> Any:
-    """A recipe's content with placeholders for the site's own values; `filled` is the inverse.
+def insert_placeholders(content: Any, values: dict[str, Any]) -> Any:
+    """A recipe's content with placeholders for the site's own values; `fill_placeholders` is the inverse.
 
     Args:
         content: The content.
@@ -229,13 +229,14 @@ def left_to_sites(content: Any, values: dict[str, Any]) -> Any:
 
     Example:
         >>> values = {}
-        >>> left_to_sites({"data": {"root": "/data", "train": "a.csv", "num_workers": 2}}, values)["data"]["train"]
+        >>> content = {"data": {"root": "/data", "train": "a.csv", "num_workers": 2}}
+        >>> insert_placeholders(content, values)["data"]["train"]
         {'site': 'train', 'default': 'a.csv'}
         >>> values
         {'root': '/data', 'train': 'a.csv', 'num_workers': 2}
     """
     if isinstance(content, list):
-        return [left_to_sites(each, values) for each in content]
+        return [insert_placeholders(each, values) for each in content]
     if not isinstance(content, dict):
         return content
     if _is_placeholder(content):
@@ -244,7 +245,7 @@ def left_to_sites(content: Any, values: dict[str, Any]) -> Any:
     for name, value in content.items():
         is_split = name in _SPLITS and isinstance(value, str) and not set("./\\") & set(value)
         if name not in _OWN or is_split or not (isinstance(value, str) or name == "num_workers"):
-            left[name] = left_to_sites(value, values)
+            left[name] = insert_placeholders(value, values)
             continue
         if values.setdefault(name, value) != value:
             raise misconfigured(
@@ -267,8 +268,8 @@ def check_reads_nothing(content: Any) -> None:
     for place, value in places_of(content):
         if isinstance(value, str) and (_FILE_OR_ADDRESS.fullmatch(value) or _is_file(value)):
             raise misconfigured(
-                f"{place}={value!r} is a file or an address, and a site approves a recipe that reads nothing else:"
-                f" leave it out, or give it as one of {', '.join(_OWN)}, which each site fills in."
+                f"{place}={value!r} is a file or an address, which a recipe for approval must not read: leave it out,"
+                f" or give it as one of {', '.join(_OWN)}, which each site fills in."
             )
 
 
@@ -335,8 +336,8 @@ def sentences(content: Mapping[str, Any]) -> list[str]:
         "Sent in each round: the method's message of the trained tensors, through"
         f" {_as_call(federated.get('uplink')) if federated.get('uplink') else 'no codec'}; at the start the numbers of"
         " samples and steps.",
-        f"Privacy: {_as_call(federated['privacy']) if federated.get('privacy') else 'no noise on what leaves'};"
-        f" {_as_call(private[0]) if private else 'no count of what rounds cost the samples'}.",
+        f"Privacy: {_as_call(federated['privacy']) if federated.get('privacy') else 'no noise on messages'};"
+        f" {_as_call(private[0]) if private else 'no privacy accounting of the samples'}.",
         f"This site fills in: {', '.join(left) or 'nothing'}.",
     ]
     title = "Code that may be imported and run, and texts of the same form, such as names of files:"

@@ -34,7 +34,7 @@ __all__ = ["client_app"]
 _NO_POLICY = (
     "this site has no policy: it runs whatever recipe the server sends. --node-config 'policy=\"FILE\"' ends that."
 )
-_LOST = "client {} has lost what it kept of earlier rounds, and goes on as a new one."
+_LOST = "client {} has lost its state of earlier rounds, and continues as a new one."
 
 
 def client_app(recipe: str | Path) -> ClientApp:
@@ -110,7 +110,7 @@ def client_app(recipe: str | Path) -> ClientApp:
         client = config.get("partition-id")
         if type(client) is not int:
             raise MisconfigurationException(
-                "this site does not say which client it is: start its SuperNode with --node-config 'partition-id=0' or"
+                "this site has no client number: start its SuperNode with --node-config 'partition-id=0' or"
                 f" the like, got {dict(config)}."
             )
         study = field_of(fields, "study", str)
@@ -180,7 +180,7 @@ def client_app(recipe: str | Path) -> ClientApp:
             # An error, because Flower's mod sends only numbers; the server asks failed sites whether they lost their
             # state.
             if site.last_broadcast < field_of(fields, "last_broadcast", int):
-                raise MisconfigurationException(f"client {site.client} has lost what it kept of earlier rounds.")
+                raise MisconfigurationException(f"client {site.client} has lost its state of earlier rounds.")
             if field_of(fields, "lost", bool):
                 rank_zero_warn(_LOST.format(site.client))
             changes = Dense().decode(site.train(number, broadcasts, options, secure=True))

@@ -21,11 +21,11 @@ from torch import Tensor
 from lightning_lowrank.aggregation import KeepsArrivals
 from lightning_lowrank.compression import Codec, DecodingError, Packet, Schema
 from lightning_lowrank.federated.coordinator import Coordinator
-from lightning_lowrank.federated.failures import described
+from lightning_lowrank.federated.failures import describe_error
 from lightning_lowrank.federated.protocols import UnequalClients
 from lightning_lowrank.flower.messages import field_of, printable, read_upload, unpack
 
-__all__ = ["Expected", "Intake", "believed", "expect"]
+__all__ = ["Expected", "Intake", "expect", "limit_claims"]
 
 # Products of two numbers up to this, and the squares of these products, are finite in single precision.
 _LARGEST_NORM = 1e9
@@ -60,7 +60,7 @@ def expect(coordinator: Coordinator, packets: Mapping[int, Packet], live: Mappin
         for client, packet in packets.items():
             info = coordinator.info(client)
             UnequalClients.of(algorithm).configure(base, info)
-            sent = coordinator.untrained(info, packet.received, live)
+            sent = coordinator.untrained_message(info, packet.received, live)
             schema = Schema.of(sent.tensors, sent.limits)
             expected[client] = Expected(schema, sent.codec, packet.received)
     finally:
@@ -68,14 +68,14 @@ def expect(coordinator: Coordinator, packets: Mapping[int, Packet], live: Mappin
     return expected
 
 
-def believed(claims: Sequence[int], bound: float) -> list[int]:
+def limit_claims(claims: Sequence[int], bound: float) -> list[int]:
     """Numbers of samples that count as the sites' weights, from the numbers that the sites claim.
 
     A claim of more than ``bound`` times the upper median of all claims above 0 counts as that median. So a minority
     can neither raise its own weight implausibly nor lower the weight of others.
 
     Example:
-        >>> believed([100, 0, 2**62, 80], bound=10)
+        >>> limit_claims([100, 0, 2**62, 80], bound=10)
         [100, 0, 100, 80]
     """
     middle = _upper_median([claim for claim in claims if claim > 0])
@@ -181,7 +181,7 @@ class Intake:
             For clients that were left out, the reason.
 
         Raises:
-            Exception: What the method raises, if leaving out a minority does not help.
+            Exception: The method's own error, if leaving out a minority does not help.
         """
         coordinator = self.coordinator
         coordinator.answers.check(len(self._accepted))
@@ -209,7 +209,7 @@ class Intake:
                     coordinator.aggregate()
                 except Exception:
                     continue
-                reason = f"the method fails on what it sent: {printable(described(error))}"
+                reason = f"the method fails on its answer: {printable(describe_error(error))}"
                 return dict.fromkeys(left_out, reason)
             raise
 
@@ -250,7 +250,7 @@ class Intake:
                 aggregator.add(added, weight)
         except Exception as error:  # the method's or the aggregator's, over this answer alone
             undo()
-            return printable(str(error) if isinstance(error, ValueError) else described(error))
+            return printable(str(error) if isinstance(error, ValueError) else describe_error(error))
         finally:
             server.aggregator = aggregator
         return None
@@ -350,7 +350,9 @@ def _upper_median(values: Sequence[float]) -> float:
 def _kind(name: str, value: Tensor, buffers: Collection[str], model: Collection[str]) -> str | None:
     """The kind of tensors among which a tensor's change is compared; ``None`` for integers that are no counters."""
     if value.is_floating_point() or value.is_complex():
-        return "buffers" if name in buffers else "parameters" if name in model else "what it sends beside the model"
+        return (
+            "buffers" if name in buffers else "parameters" if name in model else "its tensors in addition to the model"
+        )
     return "counters" if name in buffers and value.dtype != torch.bool else None
 
 

@@ -16,8 +16,8 @@ from flwr.app import Message, RecordDict
 from lightning.pytorch.utilities import rank_zero_warn
 
 from lightning_lowrank.compression import DecodingError
-from lightning_lowrank.federated.failures import described
-from lightning_lowrank.flower.intake import believed
+from lightning_lowrank.federated.failures import describe_error
+from lightning_lowrank.flower.intake import limit_claims
 from lightning_lowrank.flower.messages import JOIN, Fields, JoinAnswer, difference, printable, unpack
 from lightning_lowrank.flower.transport import Silence, Transport
 
@@ -52,7 +52,7 @@ class Members:
         nodes: Ids of the nodes of all clients, in their order; empty: the first node that joins as a client is its
             site.
         count_bound: A site that claims more than this factor times the upper median of all sites' samples, or batches,
-            counts as the median site; see `believed`.
+            counts as the median site; see `limit_claims`.
         rank_limit: The largest rank that a site may state for its client; 0: none.
     """
 
@@ -108,7 +108,7 @@ class Members:
                 f"it is client {client} of {answer.clients}, and the recipe has {clients} clients, from 0"
             )
         if self._nodes and (client >= len(self._nodes) or self._nodes[client] != node):
-            raise DecodingError(f"client {client}: `nodes` has another node for it")
+            raise DecodingError(f"client {client}: `nodes` lists another node for it")
         if answer.rank > self._rank_limit:
             most = f"at most {self._rank_limit} here" if self._rank_limit else "none of its own in this study"
             raise DecodingError(f"client {client}: it states rank {answer.rank}, and a client has {most}")
@@ -154,7 +154,7 @@ class Members:
         elif owner.secret != new.secret:
             raise DecodingError(
                 f"client {client}: its site is node {owner.node}, but this node does not have that node's secret. A"
-                " site whose state file is gone is known again only if its SuperNode authenticates itself"
+                " site whose state file is gone is recognised only if its SuperNode authenticates itself"
             )
 
     @property
@@ -175,7 +175,7 @@ class Members:
         known = set(range(count)) - set(absent)
         self._owners = {client: owner for client, owner in sorted(self._owners.items()) if client in known}
         for name in ("samples", "batches"):
-            claims = believed([getattr(owner, name) for owner in self._owners.values()], self._count_bound)
+            claims = limit_claims([getattr(owner, name) for owner in self._owners.values()], self._count_bound)
             counts = dict(zip(self._owners, claims, strict=True))
             setattr(self, name, [counts.get(client, 0) for client in range(count)])
         self.implausible = [
@@ -193,7 +193,7 @@ class Members:
         return self._owners[client].samples, self._owners[client].batches
 
     def state_dict(self) -> dict[str, Any]:
-        """The clients' sites and their last broadcasts, for a restarted server."""
+        """The clients' sites, and the round of the last broadcast that each received, for a restarted server."""
         owners = {
             client: [owner.node, owner.secret, owner.clients, owner.samples, owner.batches, owner.rank]
             for client, owner in self._owners.items()
@@ -275,12 +275,12 @@ class Admission:
                 raise DecodingError(reply.reason)
             lost = self._members.admit(node, unpack(reply)[0])
         except Exception as error:  # whatever a node says, the others continue
-            message = str(error) if isinstance(error, DecodingError) else described(error)
+            message = str(error) if isinstance(error, DecodingError) else describe_error(error)
             reason = f"node {node}: {printable(message)}"
             self._refused[node] = time.monotonic(), reason
-            rank_zero_warn(f"a site that came is left out: {reason}")
+            rank_zero_warn(f"a site that asked to join is refused: {reason}")
             return set()
         if lost is None:
             return set()
-        rank_zero_warn(f"the site of client {lost} has lost what it kept of earlier rounds: it goes on as a new one.")
+        rank_zero_warn(f"the site of client {lost} has lost its state of earlier rounds: it continues as a new one.")
         return {lost}

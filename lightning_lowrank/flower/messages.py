@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_lowrank.compression import DecodingError, Schema
-from lightning_lowrank.federated.failures import described, not_finite
+from lightning_lowrank.federated.failures import describe_error, first_non_finite
 from lightning_lowrank.federated.state import trained_tensors
 
 JOIN = "query.join"
@@ -115,10 +115,10 @@ def read_upload(
     except DecodingError:
         raise
     except Exception as error:  # whatever the site sent, it is the site's fault alone
-        raise DecodingError(f"it cannot be decoded: {described(error)}") from error
+        raise DecodingError(f"it cannot be decoded: {describe_error(error)}") from error
     # A user's own codec may ignore the schema.
     schema.check({name: (value.dtype, tuple(value.shape)) for name, value in tensors.items()})
-    bad = not_finite(tensors, infinite)
+    bad = first_non_finite(tensors, infinite)
     if bad is not None:
         raise DecodingError(f"the tensor {bad!r} holds numbers that are not finite.")
     return {name: tensors[name] for name in schema.entries}
@@ -162,7 +162,7 @@ class JoinAnswer:
         if answer.last_broadcast < -1 or min(counts) < 0 or (answer.batches and not answer.samples):
             raise DecodingError(
                 f"it states {answer.samples} samples, {answer.batches} batches, rank {answer.rank} and round"
-                f" {answer.last_broadcast}, which cannot be."
+                f" {answer.last_broadcast}, which is impossible."
             )
         if len(answer.secret) > _LONGEST_SECRET:
             raise DecodingError(f"its secret has {len(answer.secret):,} letters.")
@@ -207,7 +207,7 @@ def apply_options(optimizers: Sequence[Optimizer], text: str) -> None:
 
 
 def signature(module: nn.Module, recipe: bytes) -> dict[str, Any]:
-    """Hashes and norms by which the server recognises a site with another recipe or module; ``module`` is untrained.
+    """Hashes and norms by which the server detects a site with another recipe or module; ``module`` is untrained.
 
     The hashes are of the recipe and of all tensors' names, types and shapes. The norms are of the frozen parameters,
     which no broadcast would correct.

@@ -64,7 +64,7 @@ class Policy:
         modules: Which parts of the model may be trained: patterns of which one must match each trained parameter or
             buffer, as in `LowRank`'s ``include``: names, runs of their parts between dots, wildcards.
         max_rounds: Largest number of rounds that the server may say that a study has, and most of them that the site
-            trains in. Default: what the server says.
+            trains in. Default: the server's configuration.
 
     Raises:
         MisconfigurationException: If an entry is of another type or out of range.
@@ -127,7 +127,7 @@ class Policy:
         if not isinstance(found, dict) or not found or not found.keys() <= set(known):
             unknown = sorted(map(str, found.keys() - set(known))) if isinstance(found, dict) else found
             raise MisconfigurationException(
-                f"the site's policy {path} must be entries out of {', '.join(known)}; it has {unknown}."
+                f"the site's policy {path} may only have the entries {', '.join(known)}; it has {unknown}."
             )
         try:
             return replace(cls(**found), source=str(path))
@@ -175,7 +175,7 @@ class Policy:
             PolicyViolation: If the policy asks for secure aggregation.
         """
         if self.secure_aggregation:
-            raise self._violation("secure_aggregation", "true", "the server would see the site's answer by itself")
+            raise self._violation("secure_aggregation", "true", "the server would see the single answer of this site")
 
     def check_protocol(self, configuration: Mapping[str, Any]) -> None:
         """Refuse secure aggregation of fewer than ``min_clients`` sites; ``configuration`` is the server's.
@@ -229,7 +229,7 @@ class Policy:
         if self.max_epsilon is None:
             return
         if samples is None:
-            reason = "the recipe has no DifferentialPrivacy, by which the site would count what its rounds cost"
+            reason = "the recipe has no DifferentialPrivacy, by which the site counts the privacy cost of its rounds"
             raise self._violation("max_epsilon", self.max_epsilon, reason)
         if samples.delta > self.max_delta:
             reason = f"the recipe's DifferentialPrivacy has delta={samples.delta}"

@@ -62,8 +62,9 @@ class PrivacyAccount:
         """
         if not self._file.exists():
             raise MisconfigurationException(
-                f"{self._file}, by which this site counts what its samples have cost, is not there: put it back from a"
-                " copy. `lightning-lowrank flower approve --new-account` begins one for samples that no study has used."
+                f"{self._file}, by which this site counts what its samples have cost, does not exist: restore it from"
+                " a backup. `lightning-lowrank flower approve --new-account` begins one for samples that no study has"
+                " used."
             )
         self._read()
 
@@ -87,8 +88,8 @@ class PrivacyAccount:
             return spent
         except Exception as error:  # a file that was cut or changed fails in any way
             raise MisconfigurationException(
-                f"{self._file}, by which this site counts what its samples have cost, cannot be read ({error!r}): put"
-                " it back from a copy. Without it the site would count from 0."
+                f"{self._file}, by which this site counts what its samples have cost, cannot be read ({error!r}):"
+                " restore it from a backup. Without it the site would count from 0."
             ) from error
 
     def _write(self, spent: dict[Mechanism, int]) -> None:

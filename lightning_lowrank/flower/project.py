@@ -73,7 +73,7 @@ def write_project(configs: Sequence[str | Path], output: str | Path) -> None:
     """Write the project that runs a recipe across sites.
 
     Everything that the recipe names is built once, so that what cannot work is refused here. Sites approve the file
-    ``recipe.yaml``; ``server.yaml`` has what this machine fills in where sites have values of their own.
+    ``recipe.yaml``; ``server.yaml`` has what this machine fills in if sites have values of their own.
 
     Args:
         configs: YAML files as ``lightning-lowrank fit`` takes them, of which later ones change earlier ones.

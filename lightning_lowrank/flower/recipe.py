@@ -26,7 +26,7 @@ from lightning_lowrank.callbacks.round_pictures import RoundPictures
 from lightning_lowrank.cli.parser import CLI_SETTINGS, BuiltCLI, LowRankCLI, RecipeParser
 from lightning_lowrank.federated.loop import FederatedLoop
 from lightning_lowrank.federated.wire import Wire
-from lightning_lowrank.flower.approval import check_reads_nothing, left_to_sites
+from lightning_lowrank.flower.approval import check_reads_nothing, insert_placeholders
 
 # Callbacks that observe a whole run, which are left out of one client's round.
 ONLY_OF_WHOLE_RUNS = (
@@ -108,7 +108,7 @@ def resolve(configs: Sequence[str | Path]) -> tuple[str, dict[str, Any]]:
     callbacks = given if isinstance(given, list) else [given]
     whole = [each for each in callbacks if issubclass(locate(each["class_path"]), ONLY_OF_WHOLE_RUNS)]  # type: ignore[arg-type]
     trainer["callbacks"] = [each for each in callbacks if each not in whole]
-    content = left_to_sites(content, site)
+    content = insert_placeholders(content, site)
     content["trainer"] |= {name: {"site": name, "default": values["trainer"][name]} for name in _WITH_DEFAULT}
     check_reads_nothing(content)
     return yaml.safe_dump(content, sort_keys=False, allow_unicode=True), {**values, "callbacks": whole}
@@ -128,14 +128,15 @@ def check_optimizers(trainer: pl.Trainer, module: pl.LightningModule) -> None:
         interval = next((each for each in intervals if each is not None), None)
         if interval is not None:
             raise MisconfigurationException(
-                f"{type(optimizer).__name__}(refresh_interval={interval}) counts its steps on from client to client,"
-                " and sites know nothing of each other's steps: set refresh_interval=None, with which a method such as"
+                f"{type(optimizer).__name__}(refresh_interval={interval}) continues its count of steps from client to"
+                " client, but sites do not know each other's steps: set refresh_interval=None, with which a method"
+                " such as"
                 " FedSLoP renews the subspaces."
             )
     for config in trainer.lr_scheduler_configs:
         if config.interval == "step" or not module.automatic_optimization:
             raise MisconfigurationException(
-                f"{type(config.scheduler).__name__} steps within clients, and sites know nothing of each other's steps:"
+                f"{type(config.scheduler).__name__} steps within clients, but sites do not know each other's steps:"
                 " use interval='epoch', which is once a round, and automatic optimization."
             )
 

@@ -1,7 +1,7 @@
 """Rounds across sites, at the server: the server's half of the recipe's method, and the sites' messages.
 
-The server is a Lightning fit whose epochs train nothing: `RemoteRounds` stands in for `FederatedLoop`, and lets each
-epoch's round happen on the sites. Validation, checkpoints, loggers and early stopping are the recipe's own.
+The server is a Lightning fit whose epochs train nothing: `RemoteRounds` replaces `FederatedLoop`, and has each epoch's
+    round run on the sites. Validation, checkpoints, loggers and early stopping are the recipe's own.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from lightning_lowrank.federated.ledger import Ledger, dense_bytes
 from lightning_lowrank.federated.loop import FederatedLoop
 from lightning_lowrank.federated.privacy.mean import Drawing
 from lightning_lowrank.federated.protocols import Personal, UnequalClients, reference, state_rank
-from lightning_lowrank.federated.safe_files import written_whole
+from lightning_lowrank.federated.safe_files import whole_checkpoints
 from lightning_lowrank.federated.site import SEED_IS_KNOWN
 from lightning_lowrank.federated.state import Server, trained_tensors
 from lightning_lowrank.flower.intake import Expected, Intake, expect
@@ -71,7 +71,7 @@ _WITHOUT_STATISTICS = (
     "Across sites no party has the samples to recompute them with: use a norm without statistics, such as GroupNorm."
 )
 _ON_THEIR_SITES = (
-    "The sites hold the clients' own models: judge such in a simulation, by FederatedLoop(personal_test=...)."
+    "The sites hold the clients' own models: evaluate them in a simulation, by FederatedLoop(personal_test=...)."
 )
 # Seconds that a round waits for the answers of new nodes.
 _WAIT_FOR_NEW = 60.0
@@ -89,7 +89,7 @@ class _Outcome:
 
 
 class RemoteRounds(Callback):
-    """Stands in for `FederatedLoop` on the server: a round's clients are sites.
+    """Replaces `FederatedLoop` on the server: a round's clients are sites.
 
     Clients are drawn as `FederatedLoop` draws them, so that a run and its simulation have the same ones. A drawn site
     that is not connected, fails, or sends something malformed counts as failed; the round consists of the other
@@ -97,7 +97,7 @@ class RemoteRounds(Callback):
     answered, the others are asked again until ``start_timeout`` has passed. A round that has too few answers because of
     malformed ones is passed over, unless the sites of such rounds, one after another, are half of all, or leave fewer
     than ``min_sites`` others: that ends the run. An answer that comes after its ``round_timeout`` is dropped. A site
-    that comes back gets the broadcasts that it has missed, where the method needs them.
+    that comes back gets the broadcasts that it has missed, if the method needs them.
 
     Its state is part of the trainer's checkpoints. A fit that is resumed from one continues with the next round. It
     waits for the sites that were connected when the checkpoint was saved, except those that did not answer in its
@@ -113,10 +113,11 @@ class RemoteRounds(Callback):
         start_timeout: Seconds to wait for all sites at the start, and for an answer at all in a round.
         round_timeout: Seconds to wait for the sites' answers in a round.
         min_sites: Least number of sites that must answer in a round. 0 (default): ``federated.min_clients``.
-        keep_broadcasts: Number of rounds whose broadcasts are kept, where the method needs sites to hear all. A site
+        keep_broadcasts: Number of rounds whose broadcasts are kept, if the method needs sites to hear all. A site
             that has missed more is left out.
-        on_bad_payload: What a malformed payload does: ``"skip"``: its site counts as failed; ``"stop"``: the run ends.
-            In a secure sum it does so where the answer itself shows it: nobody can tell which masked number is bad.
+        on_bad_payload: The consequence of a malformed payload: ``"skip"``: its site counts as failed; ``"stop"``: the
+            run ends. In a secure sum it does so if the answer itself shows it: nobody can tell which masked number
+            is bad.
         poll: Seconds between two looks for answers.
         norm_bound: The largest ratio of an answer's change to the median site's change; see `Intake`.
             ``math.inf``: no limit.
@@ -213,7 +214,7 @@ class RemoteRounds(Callback):
         self._unconfirmed_resets: set[int] = set()
         self._broadcasts = {} if broadcasts is None else broadcasts
         self._pruned = -1
-        # Clients whose missing answers caused the last rounds to be passed over.
+        # Clients without whose answers the last rounds were skipped.
         self._spoilers: set[int] = set()
         self._figures: dict[str, float] = {}
         self._client_steps = 0
@@ -271,9 +272,9 @@ class RemoteRounds(Callback):
         began = sites["secure_aggregation"]
         if began != self.secure_aggregation:
             raise MisconfigurationException(
-                f"the study began with secure-aggregation={str(began).lower()}, and cannot go on with"
-                f" secure-aggregation={str(self.secure_aggregation).lower()}: give it the setting that it had, or begin"
-                " another one (study)."
+                f"the study began with secure-aggregation={str(began).lower()}, and cannot continue with"
+                f" secure-aggregation={str(self.secure_aggregation).lower()}: use its first setting, or begin another"
+                " study (study)."
             )
         self._restored = state_dict
 
@@ -282,7 +283,7 @@ class RemoteRounds(Callback):
         if stage == "fit":
             check_callbacks(self, trainer, pl_module, "sites that sit that round out would not know")
             enter = self._restore.enter_context
-            enter(written_whole(trainer))
+            enter(whole_checkpoints(trainer))
             enter(TrainLoaderSource(trainer).replaced_by(NoBatch()))
             enter(replaced(trainer, reload_dataloaders_every_n_epochs=0, limit_train_batches=1.0, overfit_batches=0.0))
 
@@ -358,8 +359,8 @@ class RemoteRounds(Callback):
                 return
             if time.monotonic() > deadline:
                 rank_zero_warn(
-                    f"the study goes on without the sites of clients {missing}, which have not come back within"
-                    f" {self.start_timeout:g} s; they may come later."
+                    f"the study continues without the sites of clients {missing}, which did not rejoin within"
+                    f" {self.start_timeout:g} s; they may join later."
                 )
                 return
             time.sleep(self.poll)
@@ -388,7 +389,7 @@ class RemoteRounds(Callback):
             self._refuse(outcome, late)
             for client in late:
                 outcome.arrivals.remove(client)
-                rank_zero_warn(f"round {plan.round} goes on without the site of client {client}: {late[client]}")
+                rank_zero_warn(f"round {plan.round} continues without the site of client {client}: {late[client]}")
         self.coordinator.show_global(live)
         steps = sum(self.members.batches[client] for client in outcome.answered)
         self._client_steps += steps
@@ -442,7 +443,7 @@ class RemoteRounds(Callback):
             )
         if missing:
             rank_zero_warn(
-                f"the study begins without the sites of clients {first_ten(missing)}, which have not come within"
+                f"the study begins without the sites of clients {first_ten(missing)}, which did not join within"
                 f" {self.start_timeout:g} s, and take no part in it.{refused}"
             )
         members.begin(count, absent=missing)
@@ -461,13 +462,14 @@ class RemoteRounds(Callback):
         outcome, needed = _Outcome(), self.min_sites
         if len(plan.clients) < needed:
             raise MisconfigurationException(
-                f"round {plan.round} draws {len(plan.clients)} clients and needs {needed} (min-sites)."
+                f"round {plan.round} draws {len(plan.clients)} clients and needs {needed} (min-sites): lower"
+                " min-sites, or raise clients_per_round."
             )
         while True:
             self._new_resets |= self._admission.admit_all(wait=min(self.round_timeout, _WAIT_FOR_NEW))
             self._ask(plan, options, live, outcome)
             for client, reason in sorted(outcome.failures.items()):
-                rank_zero_warn(f"round {plan.round} goes on without the site of client {client}: {reason}")
+                rank_zero_warn(f"round {plan.round} continues without the site of client {client}: {reason}")
             if len(outcome.arrivals) >= needed:
                 self._spoilers = set()
                 return outcome
@@ -477,8 +479,8 @@ class RemoteRounds(Callback):
                 few = len(self._spoilers) < others and others >= needed
                 if few and not outcome.passing and self.coordinator.private is None:
                     rank_zero_warn(
-                        f"round {plan.round} is passed over, and the global model stays as it is: of its"
-                        f" {len(plan.clients)} sites, {len(outcome.arrivals)} sent what can be used."
+                        f"round {plan.round} is skipped, and the global model is unchanged: of its"
+                        f" {len(plan.clients)} sites, {len(outcome.arrivals)} sent a usable answer."
                     )
                     return outcome
                 reasons = "; ".join(f"client {client}: {reason}" for client, reason in sorted(outcome.failures.items()))
@@ -580,16 +582,16 @@ class RemoteRounds(Callback):
         except DecodingError:
             # A malformed reply is refused later, as an answer.
             return False
-        outcome.failures[client] = "it has lost what it kept of earlier rounds"
+        outcome.failures[client] = "it has lost its state of earlier rounds"
         if -1 <= last_broadcast < self.members.last_broadcast[client] and client not in self._unconfirmed_resets:
             self.members.last_broadcast[client] = last_broadcast
             self._new_resets.add(client)
-            # The site can answer when it is asked again; it is asked again once.
+            # The site can answer a second request, so ask it once more.
             outcome.passing = True
         return True
 
     def _query_resets(self, clients: Collection[int], outcome: _Outcome) -> set[int]:
-        """Ask sites that failed in a secure sum, where they cannot report it, whether they have lost their state."""
+        """Ask sites that failed in a secure sum, if they cannot report it, whether they have lost their state."""
         connected = {client: self.members.connected[client] for client in clients if client in self.members.connected}
         known = self.members.last_broadcast
         question = {node: (LISTEN, self._pack({"last_broadcast": known[each]})) for each, node in connected.items()}
@@ -614,7 +616,7 @@ class RemoteRounds(Callback):
             same = each.schema == schema and equal_tensors(reference(algorithm, base, each.received), known)
             if not same or each.codec is not None or schema.flexible:
                 raise MisconfigurationException(
-                    "secure-aggregation sums up changes of the same values in the same encoding, and"
+                    "secure-aggregation sums changes of the same tensors in the same encoding, but"
                     f" {type(algorithm).__name__} sends or expects others of client {client}."
                 )
         # No bytes of Flower's arrays are allowed, because masked numbers are sent as fields.
@@ -632,8 +634,8 @@ class RemoteRounds(Callback):
             reason = coordinator.refused(coordinator.info(client), self.members.batches[client], nbytes)
             if reason is not None:
                 raise MisconfigurationException(
-                    f"stages={self.loop.stages!r}: one refuses what the site of client {client} sent ({reason}), of"
-                    " which secure-aggregation has the sum alone: leave it out."
+                    f"stages={self.loop.stages!r}: one of them refuses the answer of client {client}'s site"
+                    f" ({reason}), but secure-aggregation only has the sum of all answers: leave it out."
                 )
         for client in arrived:
             self.members.last_broadcast[client] = coordinator.server.round
@@ -661,8 +663,8 @@ class RemoteRounds(Callback):
     def _too_late(self, client: int) -> str:
         last_broadcast = self.members.last_broadcast[client]
         return (
-            f"it has received the broadcasts up to round {last_broadcast}, and those up to round {self._pruned} are"
-            f" kept no longer (keep-broadcasts={self.keep_broadcasts}): give it the state that it had, or leave it out"
+            f"it has received the broadcasts up to round {last_broadcast}, and those up to round {self._pruned} have"
+            f" been deleted (keep-broadcasts={self.keep_broadcasts}): restore its state, or leave it out"
         )
 
     def _prune(self) -> None:

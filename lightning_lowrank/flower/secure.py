@@ -52,7 +52,7 @@ def check_secure(settings: FederatedSettings, min_sites: int) -> None:
     operator = getattr(algorithm, "operator", None)
     name = type(algorithm).__name__ + ("" if operator is None else f"({operator!r})")
     refused = {
-        f"{name} needs what each site sent": not needs_only_mean(algorithm),
+        f"{name} needs each site's own answer": not needs_only_mean(algorithm),
         f"aggregator={settings.aggregator!r} compares single answers": type(settings.aggregator) is not WeightedMean,
         f"uplink={settings.uplink!r} encodes single answers": bool(settings.uplink),
         f"weighting={settings.weighting!r} gives weights that are no whole numbers": callable(settings.weighting),
@@ -65,7 +65,9 @@ def check_secure(settings: FederatedSettings, min_sites: int) -> None:
     }
     reason = next((reason for reason, wrong in refused.items() if wrong), None)
     if reason is not None:
-        raise MisconfigurationException(f"secure-aggregation shows the server a sum of answers alone, and {reason}.")
+        raise MisconfigurationException(
+            f"secure-aggregation shows the server only the sum of the answers, but {reason}."
+        )
     if not internals.has_secure_aggregation():
         raise MisconfigurationException("secure-aggregation needs SecAgg+ of Flower 1.41, which this Flower lacks.")
 
@@ -164,14 +166,14 @@ def read_request(message: Message) -> tuple[dict[str, Any], dict[int, bytes]]:
         numbers = [int(text) for text in str(fields.pop(_NUMBERS)).split(",") if text]
         return fields, dict(zip(numbers, payloads, strict=True))
     except (KeyError, ValueError, TypeError) as error:
-        raise DecodingError(f"the request for a secure sum has another form: {error!r}") from error
+        raise DecodingError(f"the request for a secure sum is malformed: {error!r}") from error
 
 
 def write_answer(message: Message, context: Context, changes: Mapping[str, Tensor], weight: int) -> Message:
     """A site's answer, which Flower's mod masks before it is sent.
 
     Raises:
-        MisconfigurationException: If a number is larger than what the server has announced, which would cut it off.
+        MisconfigurationException: If a number is larger than the server's announced range, which would clip it.
     """
     largest, most = internals.limits_of(context)
     highest = max((float(change.abs().max()) for change in changes.values() if change.numel()), default=0.0)
@@ -269,7 +271,7 @@ class _Stages:
         if stage == "setup":
             keys = [fields["pk1"], fields["pk2"]]
             lengths = all(isinstance(key, bytes) and len(key) < _LONGEST_KEY for key in keys)
-            _check(lengths and len(set(keys)) == 2 and all(map(internals.is_public_key, keys)), "its keys are none")
+            _check(lengths and len(set(keys)) == 2 and all(map(internals.is_public_key, keys)), "its keys are invalid")
             return sum(map(len, keys))
         if stage == "share_keys":
             nodes, texts = fields["dsts"], fields["ctxts"]

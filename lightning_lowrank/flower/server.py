@@ -18,7 +18,7 @@ from lightning.pytorch.callbacks import Checkpoint
 from lightning.pytorch.utilities import rank_zero_info
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
-from lightning_lowrank.flower.approval import filled, read_plain, section_of, state_folder
+from lightning_lowrank.flower.approval import fill_placeholders, read_plain, section_of, state_folder
 from lightning_lowrank.flower.recipe import build
 from lightning_lowrank.flower.remote_rounds import NoBatch, RemoteRounds
 from lightning_lowrank.interop.files import private_files, private_folder, replacing
@@ -84,10 +84,10 @@ def serve(
     """Run a recipe across the sites that a grid reaches, and return the trainer, whose module is the global model.
 
     Args:
-        recipe: The recipe's file. What this machine has for the names that the recipe leaves to each party, and for its
-            trainer, comes from ``server.yaml`` next to it, if that exists.
+        recipe: The recipe's file. This machine's values for the names that the recipe leaves to each party, and for its
+            trainer, come from ``server.yaml`` next to it, if that exists.
         grid: Flower's way to the sites.
-        validate: Whether the server judges the global model; otherwise it reads no data.
+        validate: Whether the server evaluates the global model; otherwise it reads no data.
         state: File to save the server's state in after each round. If it exists, the run continues from it. It is
             deleted when the run has ended normally. ``None``: nothing is saved.
         rounds: Number of rounds; 0: the recipe's ``trainer.max_epochs``.
@@ -112,12 +112,12 @@ def serve(
             try:
                 lock.acquire(timeout=0)
             except Timeout:
-                rank_zero_info(f"another process saves this study's state in {state}; its end is waited for")
+                rank_zero_info(f"waiting for the end of another process, which saves this study's state in {state}")
                 lock.acquire(timeout=_WAIT_FOR_END)
         except Timeout:
             raise MisconfigurationException(
-                f"this study is going on in another process, which saves its state in {state}: wait for its end, or"
-                " give this one another name (study)."
+                f"this study runs in another process, which saves its state in {state}: wait for its end, or"
+                " give this run another study name (study)."
             ) from None
         try:
             return run()
@@ -129,7 +129,7 @@ def _content(recipe: Path, rounds: int, cohort: int, seed: int, validate: bool) 
     """A recipe's content, with this machine's own values filled in and this run's settings in place of the recipe's."""
     file = recipe.with_name("server.yaml")
     values = read_plain(file.read_bytes(), str(file)) if file.is_file() else {}
-    content: dict[str, Any] = filled(read_plain(recipe.read_bytes(), str(recipe)), values.get("site", {}))
+    content: dict[str, Any] = fill_placeholders(read_plain(recipe.read_bytes(), str(recipe)), values.get("site", {}))
     trainer = {**(content.get("trainer") or {}), **values.get("trainer", {})}
     trainer["callbacks"] = [*(trainer.get("callbacks") or []), *values.get("callbacks", [])]
     for section, name, value, given in (
@@ -157,7 +157,7 @@ def _serve(
     if state is not None:
         callbacks.append(_KeepState(state))
         if state.exists():
-            rank_zero_info(f"the study goes on from {state}; to start again, delete that file")
+            rank_zero_info(f"the study continues from {state}; to start again, delete that file")
             fit["ckpt_path"] = state
     with warnings.catch_warnings():
         for warning in ("train_dataloader yielded None", "Detected call of `lr_scheduler.step\\(\\)` before"):

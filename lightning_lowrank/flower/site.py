@@ -27,13 +27,13 @@ from lightning_lowrank.federated.data.indices import ClientIndices
 from lightning_lowrank.federated.data.partitions import Partition
 from lightning_lowrank.federated.data.planner import RoundPlan
 from lightning_lowrank.federated.exchange import Exchange, Parts
-from lightning_lowrank.federated.failures import described
+from lightning_lowrank.federated.failures import describe_error
 from lightning_lowrank.federated.loop import FederatedLoop
 from lightning_lowrank.federated.messages import Message
 from lightning_lowrank.federated.protocols import ChangesBase, reference, state_rank
 from lightning_lowrank.federated.site import SiteExchange
 from lightning_lowrank.federated.state import Base, ClientContext, State, copy_into, trained_tensors
-from lightning_lowrank.flower.approval import filled, read_plain
+from lightning_lowrank.flower.approval import fill_placeholders, read_plain
 from lightning_lowrank.flower.messages import apply_options, signature
 from lightning_lowrank.flower.policy import Policy
 from lightning_lowrank.flower.privacy_account import PrivacyAccount
@@ -112,7 +112,7 @@ class Site:
         own_data: Whether the recipe's data set, as read here, is this site's alone. Otherwise all sites have the whole
             data set, and this one uses its client's part of the recipe's partition.
         data_root: Folder of the files that the recipe leaves to sites, such as the datamodule's ``root``.
-        policy: What the site permits; by default everything.
+        policy: The site's policy; by default everything is permitted.
         site_values: This site's values: those of the names that the recipe leaves to sites, entries of `OWN_OF_TRAINER`
             for the trainer, and ``rank``, the rank of this site's client, for methods of clients of different rank.
         seed: ``seed_everything`` of the study; ``None``: the recipe's.
@@ -224,21 +224,22 @@ class Site:
         Raises:
             DecodingError: If a broadcast cannot be decoded.
             MisconfigurationException: If the client cannot train, or has made a later round.
-            PolicyViolation: If the site's policy does not permit what the server or the recipe asks for.
+            PolicyViolation: If the site's policy does not permit the request of the server or the recipe.
         """
         self._check_again()
         if not 0 <= number < self.rounds:
-            raise MisconfigurationException(f"round {number} was asked of a study of {self.rounds} rounds, from 0.")
+            raise MisconfigurationException(f"round {number} was requested in a study of {self.rounds} rounds, from 0.")
         kept = self._kept
         if number < kept.followed:
             raise MisconfigurationException(
-                f"round {number} was asked of client {self.client}, which has made round {kept.followed}."
+                f"round {number} was requested of client {self.client}, which has made round {kept.followed}."
             )
         if number == kept.followed:
             if secure != kept.secure:
                 forms = {True: "as a change for a secure sum", False: "in clear"}
                 raise MisconfigurationException(
-                    f"round {number} was asked of client {self.client} {forms[secure]}, and it has answered that round"
+                    f"round {number} was requested of client {self.client} {forms[secure]}, and it has answered that"
+                    " round"
                     f" {forms[kept.secure]}: give the server the setting secure-aggregation={str(kept.secure).lower()}"
                     " with which it began the round."
                 )
@@ -263,7 +264,7 @@ class Site:
         return self.round.upload
 
     def _build(self) -> Recipe:
-        content = filled(
+        content = fill_placeholders(
             read_plain(self.policy.approved(self._recipe), "the recipe"), self._site_values, self._data_root
         )
         given = {name: self._site_values[name] for name in OWN_OF_TRAINER if name in self._site_values}
@@ -364,14 +365,14 @@ class Site:
             damaged = self._file.with_suffix(".damaged")
             self._file.replace(damaged)
             rank_zero_warn(
-                f"{self._file}, what client {self.client} keeps from round to round, cannot be read"
-                f" ({described(error)}). It is now {damaged.name}, and the site goes on as a new client: what it kept"
-                " of earlier rounds is lost."
+                f"{self._file}, the state of client {self.client} between rounds, cannot be read"
+                f" ({describe_error(error)}). It was renamed to {damaged.name}, and the site continues as a new client,"
+                " without its state of earlier rounds."
             )
             return
         if kept.seed != self._kept.seed:
             raise MisconfigurationException(
-                f"the study began with seed={kept.seed}, and is now to go on with {self.seed}."
+                f"the study began with seed={kept.seed}, but would continue with {self.seed}."
             )
         self._kept = kept
 

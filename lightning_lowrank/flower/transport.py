@@ -9,9 +9,9 @@ from dataclasses import dataclass
 from flwr.app import Message, RecordDict
 from flwr.serverapp import Grid
 
-from lightning_lowrank.federated.failures import described
+from lightning_lowrank.federated.failures import describe_error
 from lightning_lowrank.flower.messages import printable
-from lightning_lowrank.internals.flower import bounded_arrays, is_of_link, is_passing
+from lightning_lowrank.internals.flower import bounded_arrays, is_connection_error, is_temporary
 
 __all__ = ["Silence", "Transport"]
 
@@ -47,7 +47,7 @@ class Transport:
         """Send messages to nodes, and wait for each node's reply of at most ``most`` bytes or its `Silence`."""
         pending = self.push(requests)
         replies: dict[int, Message | Silence] = {
-            node: Silence("Flower did not take its message", passing=True)
+            node: Silence("Flower did not accept its message", passing=True)
             for node in requests.keys() - pending.values()
         }
         deadline = time.monotonic() + self._timeout
@@ -87,10 +87,10 @@ class Transport:
                 with bounded_arrays(most):
                     found = list(self._grid.pull_messages([number]))
             except Exception as error:
-                if is_of_link(error):
+                if is_connection_error(error):
                     raise
                 del pending[number]
-                reason = f"it sent a bad payload: {printable(described(error))}"
+                reason = f"it sent a bad payload: {printable(describe_error(error))}"
                 replies[node] = Silence(reason, passing=False, bad=True)
                 continue
             for reply in found:
@@ -100,7 +100,7 @@ class Transport:
                     continue
                 del pending[number]
                 replies[node] = (
-                    Silence(printable(reply.error.reason or "it failed"), passing=is_passing(reply.error))
+                    Silence(printable(reply.error.reason or "it failed"), passing=is_temporary(reply.error))
                     if reply.has_error()
                     else reply
                 )

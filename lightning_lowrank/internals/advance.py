@@ -34,11 +34,11 @@ _COUNTERS = (
 
 
 class TurnLoader:
-    """The training loader of a federated fit as Lightning sees it: the numbers of a round's turns in place of batches.
+    """The training loader that Lightning gets in a federated fit: it yields a round's turn numbers, not batches.
 
-    Lightning shows it as ``trainer.train_dataloader``. Its length is the number of the round's clients, and while one
-    of them trains that of its own batches. What else it has, such as ``dataset`` and ``batch_size``, is the user's own
-    loader's.
+    Lightning shows it as ``trainer.train_dataloader``. Its length is the number of turns or, while a client trains,
+    that client's number of batches. All other attributes, such as ``dataset`` and ``batch_size``, are those of the
+    user's loader.
 
     Args:
         trainer: The trainer.
@@ -87,7 +87,7 @@ class TurnLoader:
 class ClientTurns:
     """Replaces ``advance`` of Lightning's training loop: a turn is a client instead of a batch.
 
-    What Lightning counts keeps its meaning: ``global_step``, ``max_steps``, the loggers' steps and ``is_last_batch``
+    Lightning's counters keep their meaning: ``global_step``, ``max_steps``, the loggers' steps and ``is_last_batch``
     are those of local steps. In a client's turn ``trainer.num_training_batches`` is the client's number of batches,
     between turns the round's number of clients.
 
@@ -104,7 +104,7 @@ class ClientTurns:
         done: Returns how many of them are done.
         loader: Returns the user's training loader.
         turn: Trains the client of the next turn. Returns whether the module ended the round.
-        resumes_inside: Returns whether the fit goes on from a checkpoint that was saved inside a client.
+        resumes_inside: Returns whether the fit resumes from a checkpoint that was saved inside a client.
     """
 
     def __init__(

@@ -42,7 +42,7 @@ def read_counts_as_counts() -> None:
 def replace_lists_whole() -> None:
     """Patch jsonargparse so that a configuration's list replaces an earlier one as a whole.
 
-    Where both have the same length, jsonargparse gives each element the arguments of the earlier one at its place, even
+    If both have the same length, jsonargparse gives each element the arguments of the earlier one at its place, even
     if that is of another class: an overlay's EarlyStopping would have the ``mode`` of the recipe's ModelCheckpoint. A
     jsonargparse with other private parts is left as it is.
     """
@@ -58,9 +58,10 @@ def replace_lists_whole() -> None:
 def write_names_as_names() -> None:
     """Patch jsonargparse to save a name as given, for arguments that also allow a function.
 
-    jsonargparse reads ``key: writer`` as a text where no function is called so, and writes what a function may be as an
-    import path: it would save ``Unable to serialize instance writer``. The order of the types is no way out, since a
-    text that comes first takes the functions' names. A jsonargparse with other private parts is left as it is.
+    jsonargparse reads ``key: writer`` as a text if no function is called so, and writes an argument that may be a
+    function as an import path: it would save ``Unable to serialize instance writer``. The order of the types is no way
+        out, since a text that comes first takes the functions' names. A jsonargparse with other private parts is left
+        as it is.
     """
 
     def functions_alone(as_jsonargparse: Callable[[Any], Any], val: Any) -> Any:
@@ -88,7 +89,7 @@ def _replace_in_typehints(name: str, replacement: Callable[..., Any]) -> None:
 class SubcommandCLI(LightningCLI):
     """A LightningCLI with methods to override for a subcommand's arguments, optimizers and run.
 
-    Lightning has no public way for any of them. Where the command line begins with a subcommand, that one alone gets
+    Lightning has no public way for any of them. If the command line begins with a subcommand, that one alone gets
     its arguments. Lightning adds those of all, which takes longer than to read a recipe.
 
     Raises:

@@ -39,10 +39,10 @@ _LINKS = ("httpx", "httpcore", "grpc")
 _RAISED_BY_SITE = ("CLIENT_APP_RAISED_EXCEPTION", "LOAD_CLIENT_APP_EXCEPTION", "INVALID_FAB")
 
 
-def is_passing(error: Error) -> bool:
+def is_temporary(error: Error) -> bool:
     """Whether a node's error may be temporary; an error that the site's own code raised is not.
 
-    The names of the codes are not public. Where Flower has them elsewhere, every error counts as one that passes, and a
+    The names of the codes are not public. If Flower has them elsewhere, every error counts as one that passes, and a
     site is asked again until the server's ``start_timeout``.
     """
     codes = getattr(_constant, "ErrorCode", None)
@@ -55,7 +55,7 @@ def error_reply(message: Message, reason: str) -> Message:
     return Message(Error(getattr(codes, _RAISED_BY_SITE[0], 2), reason), reply_to=message)
 
 
-def is_of_link(error: Exception) -> bool:
+def is_connection_error(error: Exception) -> bool:
     """Whether an error of a Flower grid concerns the connection rather than a message's content."""
     kinds = {kind.__module__.partition(".")[0] for kind in type(error).__mro__}
     return isinstance(error, OSError) or not kinds.isdisjoint(_LINKS)
@@ -66,7 +66,7 @@ def bounded_arrays(most: int) -> Iterator[None]:
     """A context in which reading a message raises an error if its arrays exceed a total size.
 
     Flower joins an array of the chunks that its list of numbers names, and the list may name one any number of times: a
-    megabyte then becomes terabytes before anybody sees the message. Where Flower has no such lists, nothing is refused.
+    megabyte then becomes terabytes before anybody sees the message. If Flower has no such lists, nothing is refused.
 
     Args:
         most: How many bytes all arrays may have.
@@ -98,7 +98,7 @@ def bounded_arrays(most: int) -> Iterator[None]:
 
 
 def has_secure_aggregation() -> bool:
-    """Whether this version of Flower has SecAgg+ where version 1.41 has it."""
+    """Whether this version of Flower has SecAgg+ at the place where version 1.41 has it."""
     return secaggplus_mod is not None
 
 
@@ -113,7 +113,7 @@ def run_secure_aggregation(
 
     Args:
         grid: Has ``send_and_receive``.
-        instructions: What each node is sent with the request for its numbers.
+        instructions: The content that each node is sent with the request for its numbers.
         number: The round.
         threshold: Share of the nodes without whom nothing can be unmasked.
         settings: Further arguments of ``SecAggPlusWorkflow``.

@@ -1,6 +1,6 @@
 """Private parts of Lightning and torchmetrics that rounds use.
 
-Where no public way is named, there is none.
+If no public way is named, there is none.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ def check_namespace(trainer: Any, module: Any) -> None:
             raise MisconfigurationException(
                 f"{type(part).__name__} is a class of the package pytorch_lightning, and lightning_lowrank works with"
                 " lightning.pytorch, which has the same classes again: import from lightning.pytorch in place of"
-                " pytorch_lightning everywhere (`import lightning.pytorch as pl`). Where a library imports it, call"
+                " pytorch_lightning everywhere (`import lightning.pytorch as pl`). If a library imports it, call"
                 " lightning_lowrank.alias_pytorch_lightning() before that library's import."
             )
 
@@ -149,8 +149,8 @@ class FitLength:
 
             return property(answered)
 
-        # Properties need a subclass. Lightning's own estimated_stepping_batches loads the data, after which modules
-        # would read Lightning's values of the others.
+        # Properties can only be replaced in a subclass. All three are, because Lightning's estimated_stepping_batches
+        # loads the data, and the other two then describe Lightning's own loader.
         answers = {
             "estimated_stepping_batches": property(lambda trainer: self._steps()),
             "num_training_batches": until_settled("num_training_batches", lambda: len(self._loader)),
@@ -167,7 +167,7 @@ class FitLength:
         """Have Lightning load its data again, and use Lightning's loader and its length from then on."""
         if not self._settled:
             self._settled = True
-            # When first asked, the loop loaded data of an epoch with which the fit need not begin.
+            # Discard the loader of the first request, because the fit may begin with another epoch.
             self._trainer.fit_loop._combined_loader = None
 
 
@@ -182,8 +182,8 @@ def leave_step(trainer: Any) -> None:
     trainer.lightning_module._current_fx_name = None
     scaler = getattr(trainer.precision_plugin, "scaler", None)
     if scaler is not None:
-        # Otherwise the scaler would refuse to unscale the next step's gradients. The error means that it has made no
-        # step yet.
+        # Without an update, the scaler refuses to unscale the next step's gradients. It raises an AssertionError if it
+        # has made no step yet.
         with suppress(AssertionError):
             scaler.update(scaler.get_scale())
 
@@ -231,7 +231,7 @@ def refuse_unseen_steps(trainer: Any, acting: str) -> Callable[[], None]:
 
     Args:
         trainer: The trainer, with its optimizers set up.
-        acting: What acts in the hook, for the message.
+        acting: The party that acts in the hook, for the message.
     """
     ends = ExitStack()
     if trainer.lightning_module.automatic_optimization:
@@ -242,8 +242,8 @@ def refuse_unseen_steps(trainer: Any, acting: str) -> Callable[[], None]:
         if is_training(trainer) and counted.ready == counted.completed:
             raise MisconfigurationException(
                 f"training_step calls step() of {type(optimizer).__name__} itself, as by"
-                f" self.optimizers(use_pl_optimizer=False), and {acting} would have no part in that step: call step()"
-                " of what self.optimizers() returns."
+                f" self.optimizers(use_pl_optimizer=False), and {acting} would be left out of that step: call step()"
+                " of the optimizers that self.optimizers() returns."
             )
 
     for optimizer in trainer.optimizers:

@@ -30,7 +30,7 @@ def is_base_change(name: str) -> bool:
 def keep_base_changes(module: nn.Module) -> None:
     """Allow changes of quantised base weights to be loaded from a state dict, in layers that PEFT wrapped.
 
-    `FLoRA`, `FedEx` and `CoLR` keep what they change of a quantised weight in buffers of its layer,
+    `FLoRA`, `FedEx` and `CoLR` keep their changes of a quantised weight in buffers of its layer,
     ``lowrank_change_B`` and ``lowrank_change_A``, or ``lowrank_change_product``. `FederatedLoop` calls this function;
     any other new module needs it before ``load_state_dict``, which refuses these names otherwise.
 

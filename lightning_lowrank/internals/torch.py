@@ -39,7 +39,7 @@ is_mapped = is_batchedtensor
 is_transformed = is_functorch_wrapped_tensor
 map_level = current_level
 values_of = get_unwrapped
-"""Returns the tensor that a mapped tensor stands for, in the order of dimensions that it has."""
+"""Returns the tensor behind a mapped tensor, in the order of dimensions that it has."""
 
 
 def stack_of(tensor: Tensor) -> Tensor:
@@ -195,7 +195,7 @@ def drop_gradients(optimizer: Optimizer) -> None:
             parameter.grad = None
 
 
-def is_heard(optimizer: Optimizer) -> bool:
+def has_observers(optimizer: Optimizer) -> bool:
     """Whether hooks or replaced methods may observe an optimizer's steps.
 
     A schedule counts the steps, which does not count.
@@ -223,7 +223,7 @@ def is_on(device: torch.device, batch: Any) -> bool:
 def bare_step(optimizer: Optimizer) -> Callable[..., Any]:
     """``optimizer.step``, without torch's wrapper for hooks and profilers if none is active."""
     step = type(optimizer).step
-    if "step" in vars(optimizer) or is_heard(optimizer) or _profiler_enabled():
+    if "step" in vars(optimizer) or has_observers(optimizer) or _profiler_enabled():
         return optimizer.step
     if type(optimizer) is SGD and getattr(step.__wrapped__, "__wrapped__", None) is _SGD_STEP:  # type: ignore[attr-defined]
         return functools.partial(_sgd_step, optimizer)
@@ -338,7 +338,7 @@ def adam_step(
 # Tables of a module's own parameters, buffers and children
 
 TABLES = ("_parameters", "_buffers", "_non_persistent_buffers_set", "_modules")
-"""The attributes in which a module registers what it holds."""
+"""The attributes in which a module registers parameters, buffers, children and hooks."""
 
 COMPILED = "_compiled_call_impl"
 """The attribute in which ``Module.compile`` keeps its result, which is bound to the module."""
@@ -347,7 +347,7 @@ COMPILED = "_compiled_call_impl"
 def own_parameters(module: nn.Module) -> MutableMapping[str, Any]:
     """A module's own table of parameters, without those of submodules, for reading and writing.
 
-    There is no public way: ``named_parameters`` leaves out what is registered as ``None``, and ``register_parameter``
+    There is no public way: ``named_parameters`` leaves out entries that are ``None``, and ``register_parameter``
     refuses the name of a property.
     """
     return module._parameters
@@ -441,10 +441,10 @@ def recurrent_weights_kept(module: nn.Module) -> Iterator[None]:
             own.update(lists)
 
 
-def written(tensor: Tensor) -> tuple[int, int]:
+def memory_fingerprint(tensor: Tensor) -> tuple[int, int]:
     """A fingerprint of a tensor's memory: it changes with writes in place and with new data.
 
-    Weights of 4 bits of bitsandbytes count as never written: for evaluation on some CPUs it packs them anew.
+    Weights of 4 bits of bitsandbytes count as never written: for evaluation on some CPUs it packs them again.
     """
     if quantised_to_4_bits(tensor):
         return 0, 0
@@ -471,7 +471,7 @@ def quantised_to_4_bits(tensor: Tensor) -> bool:
 def copy_versions(source: Any, target: Any) -> None:
     """Copy the module versions in one state dict's metadata to another.
 
-    Some modules of torch load a state dict without them as one of their first version. Where state dicts have no
+    Some modules of torch load a state dict without them as one of their first version. If state dicts have no
     versions, nothing is copied.
     """
     if hasattr(source, "_metadata"):
@@ -481,7 +481,9 @@ def copy_versions(source: Any, target: Any) -> None:
 # Loaders
 
 
-def read_by(loader: DataLoader, begin: Callable[[], Callable[[list[int]], Any] | None]) -> Callable[[], None] | None:
+def read_batches_with(
+    loader: DataLoader, begin: Callable[[], Callable[[list[int]], Any] | None]
+) -> Callable[[], None] | None:
     """Have a loader without workers read batches by a function; everything else stays, except for pinning.
 
     There is no public way: another dataset or collate function would be seen in the loader's attributes, and another
@@ -497,7 +499,7 @@ def read_by(loader: DataLoader, begin: Callable[[], Callable[[list[int]], Any] |
 
     Example:
         >>> loader = DataLoader([10, 20, 30], batch_size=2)
-        >>> restore = read_by(loader, lambda: sum)
+        >>> restore = read_batches_with(loader, lambda: sum)
         >>> list(loader)
         [1, 2]
         >>> restore()

@@ -24,7 +24,7 @@ _MODULES = ("transformers.masking_utils", "transformers.modeling_utils")
 def without_value_checks() -> Iterator[None]:
     """A context in which transformers does not read values of mapped tensors, as if it were traced.
 
-    Where a mask hides nothing, results are the same up to rounding.
+    If a mask hides nothing, results are the same up to rounding.
     """
     with ExitStack() as ends:
         for module in map(sys.modules.get, _MODULES):

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lightning_lowrank.arguments import first_ten, listed
+from lightning_lowrank.arguments import first_ten, join_names
 from lightning_lowrank.buffers import under_all_names
 from lightning_lowrank.configuration import misconfigured
 from lightning_lowrank.extras import import_extra
@@ -30,7 +30,7 @@ from lightning_lowrank.interop.peft_layout import Outline, check_folder, check_p
 from lightning_lowrank.layers import LayerSpec, dense_state_dict
 
 TRAINED_CHECKPOINTS = "TrainedCheckpoints"
-"""Key of `TrainedCheckpoints`' state in a checkpoint: digests of what it leaves out."""
+"""Key of `TrainedCheckpoints`' state in a checkpoint: digests of the weights that it leaves out."""
 
 # Names of parameters that PEFT's methods add to or wrap around a layer.
 _ADAPTER = re.compile(r"\.(base_layer|modules_to_save|lora_\w+|ia3_l|vera_lambda_\w|prompt_encoder)\b")
@@ -41,8 +41,8 @@ def dense_checkpoint(
 ) -> dict[str, Tensor]:
     """The unconverted module's state dict, from a checkpoint of a converted module; see `load_dense`.
 
-    The state dict of a run without `LowRank` is returned unchanged. What a checkpoint of `TrainedCheckpoints` leaves
-    out is taken from ``module``, unconverted and with the weights that the run began with.
+    The state dict of a run without `LowRank` is returned unchanged. The weights that a checkpoint of
+    `TrainedCheckpoints` leaves out come from ``module``, unconverted and with the weights with which the run began.
     """
     checkpoint = _read(path, client)
     callbacks = checkpoint["callbacks"]
@@ -50,8 +50,9 @@ def dense_checkpoint(
         layers = [LayerSpec.from_dict(layer) for layer in callbacks["LowRank"].get("layers", [])]
     if module is None and callbacks[TRAINED_CHECKPOINTS].get("base"):
         raise misconfigured(
-            f"{path} holds only what was trained: use lightning_lowrank.load_dense(path, module), where the module has"
-            " the weights that the run began with, or, on the command line, the run's --config; or write an adapter"
+            f"{path} holds only trained tensors: use lightning_lowrank.load_dense(path, module) with a module that has"
+            " the weights with which the run began or, on the command line, give the run's --config; or write an"
+            " adapter"
             " folder with --format peft."
         )
     if module is not None:
@@ -66,7 +67,7 @@ def dense_checkpoint(
     return dense_state_dict(checkpoint["state_dict"], layers)
 
 
-def put_back(checkpoint: dict[str, Any], own: Mapping[str, Tensor | None], where: str) -> dict[str, str]:
+def restore_frozen(checkpoint: dict[str, Any], own: Mapping[str, Tensor | None], where: str) -> dict[str, str]:
     """Restore frozen weights that `TrainedCheckpoints` left out of a checkpoint, and return their digests by name.
 
     Args:
@@ -81,15 +82,16 @@ def put_back(checkpoint: dict[str, Any], own: Mapping[str, Tensor | None], where
     lacking = sorted(name for name in digests if own.get(name) is None)
     if lacking:
         raise misconfigured(
-            f"the checkpoint leaves out {len(lacking)} frozen weights that {where} does not have: {listed(lacking)}."
+            f"the checkpoint leaves out {len(lacking)} frozen weights that {where} does not have:"
+            f" {join_names(lacking)}."
             " Build the module from the same pretrained model."
         )
     found = {name: digest_of(value) for name, value in own.items() if name in digests and value is not None}
     other = sorted(name for name, digest in digests.items() if found[name] != digest)
     if other:
         raise misconfigured(
-            f"the checkpoint goes on from other frozen weights than {where} has: {len(other)} of {len(digests)} differ,"
-            f" {listed(other)}. Build the module from the pretrained weights that the run began with."
+            f"the checkpoint belongs to other frozen weights than {where} has: {len(other)} of {len(digests)} differ,"
+            f" {join_names(other)}. Build the module from the pretrained weights that the run began with."
         )
     checkpoint["state_dict"].update({name: own[name].detach() for name in digests})  # type: ignore[union-attr]
     return dict(digests)
@@ -105,8 +107,8 @@ def adapter_checkpoint(
     """Write a checkpoint's adapter as a PEFT adapter folder; see `export_adapter` and `load_dense`.
 
     ``module`` is a new one of the run's class with the weights that the run began with: unconverted, or wrapped by
-    PEFT. It is needed, and is changed, where PEFT wrapped the module. It is needed as well where the run has changed
-    frozen weights: what has changed becomes part of the adapter.
+    PEFT. It is needed, and is changed, if PEFT wrapped the module. It is needed as well if the run has changed
+    frozen weights: the changes become part of the adapter.
     """
     import_extra("peft", "a PEFT adapter folder")
     check_folder(Path(folder))
@@ -146,7 +148,7 @@ def adapter_checkpoint(
 
 def _wrapped_adapter(checkpoint: dict[str, Any], state: Mapping[str, Any], folder: Path, module: nn.Module) -> Path:
     """Write the adapter of a checkpoint whose module PEFT wrapped."""
-    put_back(checkpoint, dict(module.named_parameters(remove_duplicate=False)), "the module")
+    restore_frozen(checkpoint, dict(module.named_parameters(remove_duplicate=False)), "the module")
     base = wrapped_tensors(module)
     keep_base_changes(module)
     try:
@@ -163,7 +165,7 @@ def _put_back_frozen(checkpoint: dict[str, Any], layers: Sequence[LayerSpec], mo
     for spec in layers:
         for name in (spec.name, *spec.aliases):
             own[f"{name}.frozen_weight"] = own.get(f"{name}{spec.suffix}")
-    put_back(checkpoint, own, "the module")
+    restore_frozen(checkpoint, own, "the module")
 
 
 def check_is_file(path: str | Path) -> None:
@@ -175,7 +177,7 @@ def check_is_file(path: str | Path) -> None:
     path = Path(path)
     if path.is_dir():
         inside = sorted(str(each) for each in path.rglob("*.ckpt") if each.is_file())
-        remedy = f"give one of {listed(inside)}" if inside else "give the .ckpt file of a run"
+        remedy = f"give one of {join_names(inside)}" if inside else "give the .ckpt file of a run"
         raise misconfigured(f"{path} is not a checkpoint, but a folder: {remedy}.")
     if not path.is_file():
         raise misconfigured(f"{path} is not a checkpoint: there is no such file.")
@@ -203,7 +205,7 @@ def _checked(path: str | Path, checkpoint: Any) -> dict[str, Any]:
     if not isinstance(state, Mapping) or not all(isinstance(name, str) for name in state):
         raise misconfigured(f"{path} is no checkpoint of a Lightning trainer: its state_dict holds no tensors by name.")
     if not any(isinstance(value, Tensor) for value in state.values()):
-        held = f"only {listed([f'{name}={value!r:.40}' for name, value in state.items()])}" if state else "nothing"
+        held = f"only {join_names([f'{name}={value!r:.40}' for name, value in state.items()])}" if state else "nothing"
         raise misconfigured(f"{path} holds no weights: its state_dict holds {held}. Use another checkpoint of the run.")
     if not isinstance(callbacks, Mapping):
         raise misconfigured(f"{path} is no checkpoint of a Lightning trainer: its callbacks have no states by name.")
@@ -225,7 +227,8 @@ def _read(path: str | Path, client: int | str | None) -> dict[str, Any]:
         objects = _objects_in(path) if isinstance(error, pickle.UnpicklingError) else []
         if objects:
             raise misconfigured(
-                f"{path} is not read, because it holds objects beside tensors and plain Python: {listed(objects)}."
+                f"{path} is not read, because it holds objects other than tensors and plain Python:"
+                f" {join_names(objects)}."
                 " They are often hyperparameters, which are then in all checkpoints of the run: call"
                 " save_hyperparameters(ignore=[...]). If you trust the file, read it inside"
                 " torch.serialization.safe_globals([...]) with these classes and functions."
@@ -235,7 +238,7 @@ def _read(path: str | Path, client: int | str | None) -> dict[str, Any]:
         if start != b"PK" and not start.startswith(b"\x80"):
             what = "torch.save has not written it" if start else "it is empty"
             raise misconfigured(f"{path} is no checkpoint: {what}. Use the .ckpt file of a run.") from error
-        # Torch says first how to read the file without its protection, and then what is wrong.
+        # torch's message first explains how to read the file unsafely, and then states the cause.
         lines = str(error).rpartition("WeightsUnpickler error: ")[2].strip().splitlines()
         said = f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
         raise misconfigured(
@@ -262,7 +265,7 @@ def _read(path: str | Path, client: int | str | None) -> dict[str, Any]:
                 f"client {client} keeps no model of its own in {path}: "
                 + (f"clients {with_own[:10]} do." if with_own else "its method keeps none on clients.")
             )
-        _refuse_unlike_judged(path, client, checkpoint, own)
+        _refuse_incomplete_model(path, client, checkpoint, own)
         saved, everywhere = checkpoint["state_dict"], under_all_names(own[client], server["aliases"])
         saved.update({name: value for name, value in everywhere.items() if name in saved})
     return checkpoint
@@ -306,12 +309,13 @@ def writable(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     if other:
         raise misconfigured(
             f"a .safetensors file holds dense tensors alone, and these are others:"
-            f" {listed([f'{name} ({kind})' for name, kind in other.items()])}. Make them dense before the run is saved."
+            f" {join_names([f'{name} ({kind})' for name, kind in other.items()])}. Make them dense before the run is"
+            " saved."
         )
     return {name: value.clone(memory_format=torch.contiguous_format) for name, value in tensors.items()}
 
 
-def _refuse_unlike_judged(
+def _refuse_incomplete_model(
     path: str | Path, client: int, checkpoint: Mapping[str, Any], own: Mapping[int, Mapping[str, Tensor]]
 ) -> None:
     """Raise if a checkpoint lacks a part of a client's personal model, as ``personal_test`` evaluates it.
@@ -344,9 +348,9 @@ def _refuse_unlike_judged(
     whole = [number for number in sorted(own) if own[number] and number not in unlike]
     raise misconfigured(
         f"client {client}'s own model cannot be taken from {path}: with these settings of"
-        f" {fingerprint['algorithm']['class']} it is a part of the global model, of less width or rank, and the"
+        f" {fingerprint['algorithm']['class']} it is a part of the global model, of smaller width or rank, and the"
         " checkpoint does not hold that part. Take the global model, without a client"
-        + (f"; or a client that has all of it: {listed([str(number) for number in whole])}." if whole else ".")
+        + (f"; or a client that has all of it: {join_names([str(number) for number in whole])}." if whole else ".")
     )
 
 
@@ -357,9 +361,9 @@ def load_dense(path: str | Path, module: nn.Module, client: int | str | None = N
         path: A checkpoint that a trainer with `LowRank` wrote.
         module: A new, unconverted module of the same class, compiled or not. For a checkpoint of `TrainedCheckpoints`,
             with the frozen weights that the run began with.
-        client: Id, or name, of a client whose own model, as ``personal_test`` judges it, is used instead of the global
-            one. The checkpoint must hold all of it: no statistics of `StaticBatchNorm`, nor a part of the global model
-            for a client of smaller width or rank.
+        client: Id, or name, of a client whose own model, as ``personal_test`` evaluates it, is used instead of the
+            global one. The checkpoint must hold all of it: no statistics of `StaticBatchNorm`, nor a part of the global
+            model for a client of smaller width or rank.
 
     Raises:
         MisconfigurationException: If the file cannot be read, the checkpoint does not describe its layers, it leaves

@@ -42,9 +42,7 @@ def replacing(path: Path) -> Iterator[Path]:
             f"os error {number}" in str(error) for number in _FULL
         )
         remedy = f" Free space on the disk of {target.parent}, or give a path on another one." if full else ""
-        raise misconfigured(
-            f"{path} cannot be written, and what was there is left as it was: {error}.{remedy}"
-        ) from error
+        raise misconfigured(f"{path} cannot be written, and an existing file is unchanged: {error}.{remedy}") from error
 
 
 def private_folder(folder: Path) -> Path:
@@ -58,8 +56,8 @@ def private_folder(folder: Path) -> Path:
     others = hasattr(os, "getuid") and (found.st_uid != os.getuid() or found.st_mode & 0o022)
     if folder.is_symlink() or others:
         raise misconfigured(
-            f"{folder} is a link, another user's, or writable by others: what a party keeps must be in a folder of its"
-            " own, such as one that it makes itself"
+            f"{folder} is a link, another user's, or writable by others: a party's state must be in a folder of its"
+            " own, such as a new one"
         )
     return folder
 

@@ -1,6 +1,6 @@
 """`push_adapter` and `pull_adapter`: adapter folders on the Hugging Face hub, or another server of its API.
 
-Their users are who shares what a run has learnt, from Python or by ``lightning-lowrank push``.
+They are for sharing a run's adapter, from Python or by ``lightning-lowrank push``.
 """
 
 from __future__ import annotations
@@ -43,10 +43,10 @@ def push_adapter(
     it replaces a card that this function wrote earlier; any other ``README.md`` is uploaded as it is, without figures.
 
     Args:
-        folder: What `export_adapter` wrote: ``adapter_config.json`` and ``adapter_model.safetensors``. Other files are
-            not uploaded.
+        folder: A folder that `export_adapter` wrote: ``adapter_config.json`` and ``adapter_model.safetensors``. Other
+            files are not uploaded.
         repository: Name on the hub, ``user/name``; made if needed.
-        figures: What the card says of the run, by name, such as ``{"val_acc": 0.85}``.
+        figures: The run's figures for the card, by name, such as ``{"val_acc": 0.85}``.
         private: Whether a repository that is made is private. ``None``: the user's or organisation's default.
         revision: The branch to commit to. Default: the main one.
         token: An access token. ``None``: the one that ``hf auth login`` has kept.

@@ -16,7 +16,7 @@ import safetensors.torch
 import torch
 from torch import Tensor, nn
 
-from lightning_lowrank.arguments import listed
+from lightning_lowrank.arguments import join_names
 from lightning_lowrank.buffers import persistent_buffers
 from lightning_lowrank.configuration import misconfigured
 from lightning_lowrank.extras import import_extra
@@ -43,9 +43,9 @@ _WRAPPING = re.compile(r"\.?(base_layer|original_module)\b")
 _TAKEN_OUT = ("pissa", "olora", "corda", "lora_ga")
 _DENSE = "export dense weights instead, as `lightning-lowrank export` does by default"
 _PART = (
-    "so the adapters are only a part of what was learnt: give the network as it was, export_adapter(module, folder,"
-    " base=pretrained_network), or to `lightning-lowrank export` the run's --config, which builds it; what has changed"
-    f" then becomes part of the adapters. Or {_DENSE}."
+    "so the adapters contain only a part of the training: give the original network, export_adapter(module, folder,"
+    " base=pretrained_network), or to `lightning-lowrank export` the run's --config, which builds it; the changes then"
+    " become part of the adapters. Or {_DENSE}."
 )
 
 
@@ -59,18 +59,18 @@ def export_adapter(
 ) -> Path:
     r"""Write a module's low-rank layers, or the adapter of a model that PEFT wrapped, as a PEFT adapter folder.
 
-    ``PeftModel.from_pretrained(base_model, folder)`` then computes what the module does, to rounding. Layers are
+    ``PeftModel.from_pretrained(base_model, folder)`` then computes the same as the module, to rounding. Layers are
     ``nn.Linear``, transformers' ``Conv1D``, ``nn.Embedding`` and, with ``MatrixProduct("channel")`` or kernels of size
     1, ``nn.Conv1d`` to ``nn.Conv3d``, with factors of role ``"update"``: :math:`W + \text{scaling} \cdot B A` (Hu et
     al., 2022, Eq. 3). The core of a ``CoreProduct`` is multiplied into :math:`B`. Ranks and :math:`\alpha` may differ
     between layers. Trained biases of these layers become ``bias="lora_only"``; modules that own other trained
     parameters or buffers that training changes (classification heads, norms) are saved whole, as ``modules_to_save``.
 
-    A model that PEFT wrapped, with any of its methods, is written by PEFT itself. Where the base weights of either have
+    A model that PEFT wrapped, with any of its methods, is written by PEFT itself. If the base weights of either have
     changed, as after ``FLoRA``, ``FedEx`` or ``CoLR``, the layer's adapter becomes the truncated singular value
     decomposition of that change and :math:`\text{scaling} \cdot B A` together, of the rank that it needs, so that the
-    adapter is whole on the weights that the run began with. That takes ``base``, or a quantised layer, beside whose
-    weight the change was kept.
+    adapter is whole on the weights that the run began with. That needs ``base``, or a quantised layer, whose change is
+    stored separately.
 
     Args:
         module: A module that `LowRank` or `lightning_lowrank.convert` converted, or one that holds a model that PEFT
@@ -78,8 +78,8 @@ def export_adapter(
         folder: Where to write ``adapter_config.json`` and ``adapter_model.safetensors``; made if needed.
         prefix: Name of the pretrained network in the module, to which PEFT's names are relative; ``""``: the module
             itself. ``None``: for a LightningModule its attribute that holds all low-rank layers, else the module.
-        base: The pretrained network as it was, dense, on any device. With it, what differs from it is written,
-            whether trained or not, and where a layer's frozen weight differs, the difference is part of its adapter.
+        base: The pretrained network as it was, dense, on any device. With it, all tensors that differ from it are
+            written, trained or not, and if a layer's frozen weight differs, the difference is part of its adapter.
             Without it, methods that change the frozen weights (``FLoRA``, ``FedEx``, ``CoLR``, ``FedMUD``'s resets) are
             refused in the module that they changed, and not noticed in another one that has loaded its state dict.
         adapter: Which of PEFT's adapters; by default the active one.
@@ -127,8 +127,8 @@ def export_adapter(
     told = trained_in_fits(module) or not factors or any(factor.requires_grad for factor in factors)
     if base is None and not told:
         raise misconfigured(
-            "no factor requires a gradient, as after freeze(), so that what else was trained cannot be told: call"
-            " unfreeze() or requires_grad_() for what was trained, or export_adapter(module, folder,"
+            "no factor requires a gradient, as after freeze(), so that the trained parameters are unknown: call"
+            " unfreeze() or requires_grad_() for them, or export_adapter(module, folder,"
             " base=pretrained_network)."
         )
     return write_adapter(described, module.state_dict(), folder, prefix, base, sums)
@@ -144,7 +144,7 @@ def refuse_inexpressible(described: Outline) -> None:
     """Raise if a layer has no equivalent adapter in PEFT."""
     reasons = [f"{layer.name}: {layer.reason}" for layer in described.layers if layer.reason]
     if reasons:
-        raise misconfigured(f"PEFT cannot express {listed(reasons, '; ')}. {_DENSE.capitalize()}.")
+        raise misconfigured(f"PEFT cannot express {join_names(reasons, '; ')}. {_DENSE.capitalize()}.")
 
 
 def write_adapter(
@@ -175,16 +175,17 @@ def write_adapter(
         )
     folded = [layer.name for layer in layers if layer.folded]
     if folded and base is None:
-        raise misconfigured(f"updates were folded into the frozen weights of {listed(folded)}, {_PART}")
+        raise misconfigured(f"updates were folded into the frozen weights of {join_names(folded)}, {_PART}")
     root = root_of(described, prefix)
     outside = [layer.name for layer in layers if not layer.name.startswith(root)]
     outside += [name for name, trained in described.parameters.items() if trained and not name.startswith(root)]
     outside += [name for name in described.buffers if name.endswith(".running_mean") and not name.startswith(root)]
     if outside:
         raise misconfigured(
-            f"{listed(outside)} {'are' if len(outside) > 1 else 'is'} trained outside {root.removesuffix('.')!r}, to"
+            f"{join_names(outside)} {'are' if len(outside) > 1 else 'is'} trained outside {root.removesuffix('.')!r},"
+            " to"
             ' which names in the folder would be relative: give prefix="" to make the whole module the base model, or'
-            " freeze what is outside."
+            " freeze the parameters outside."
         )
     changed = _changed(described, tensors, root, base)
     layers, tensors = _with_changes(described.layers, tensors, changed, root, base, sums)
@@ -231,7 +232,7 @@ def root_of(described: Outline, prefix: str | None) -> str:
     prefix = prefix.removesuffix(".")
     if prefix not in described.modules:
         children = [name for name in described.modules if name and "." not in name]
-        raise misconfigured(f"prefix is {prefix!r}, and the module's parts are {listed(children)}.")
+        raise misconfigured(f"prefix is {prefix!r}, and the module's parts are {join_names(children)}.")
     return f"{prefix}." if prefix else ""
 
 
@@ -302,7 +303,7 @@ def _factors_of(total: Tensor, weight: Tensor, dtype: torch.dtype) -> tuple[Tens
 def wrapped_tensors(module: nn.Module) -> dict[str, Tensor]:
     """Copies of a model's tensors as they were before PEFT wrapped it, by their original names.
 
-    The model has not been trained since. Where PEFT took the first adapter out of the base weights, it is added again.
+    The model has not been trained since. If PEFT took the first adapter out of the base weights, it is added again.
     """
     wrapped = _wrapped(module)
     network, name = _inner(wrapped), _chosen(wrapped, None)
@@ -317,8 +318,8 @@ def wrapped_tensors(module: nn.Module) -> dict[str, Tensor]:
         return found
     if not str(start).lower().startswith(_TAKEN_OUT):
         raise misconfigured(
-            f"init_lora_weights={start!r} changed the base weights when PEFT wrapped the model, and they cannot be told"
-            " from the adapters: load the checkpoint into the module, and call"
+            f"init_lora_weights={start!r} changed the base weights when PEFT wrapped the model, and they cannot be"
+            " recovered from the adapters: load the checkpoint into the module, and call"
             " lightning_lowrank.export_adapter(module, folder, base=pretrained_network)."
         )
     parameters = dict(network.named_parameters())
@@ -391,7 +392,8 @@ def _wrapped(module: nn.Module) -> Any:
     ]
     if len(found) != 1:
         raise misconfigured(
-            f"the module holds {len(found)} models that PEFT wrapped, {listed([name for name, _ in found])}: export one"
+            f"the module holds {len(found)} models that PEFT wrapped, {join_names([name for name, _ in found])}:"
+            " export one"
             " of them."
         )
     return found[0][1]
@@ -409,7 +411,7 @@ def _chosen(network: Any, adapter: str | None) -> str:
     configs = list(network.peft_config)
     if adapter is not None:
         if adapter not in configs:
-            raise misconfigured(f"adapter is {adapter!r}, and the model has {listed(configs)}.")
+            raise misconfigured(f"adapter is {adapter!r}, and the model has {join_names(configs)}.")
         return adapter
     if len(configs) == 1:
         return configs[0]
@@ -418,7 +420,7 @@ def _chosen(network: Any, adapter: str | None) -> str:
     active = {name for names in found if isinstance(names, (list, tuple)) for name in names}
     chosen = [name for name in configs if name in active]
     if len(chosen) != 1:
-        raise misconfigured(f"the model has the adapters {listed(configs)}: name one, adapter={configs[0]!r}.")
+        raise misconfigured(f"the model has the adapters {join_names(configs)}: name one, adapter={configs[0]!r}.")
     return chosen[0]
 
 
@@ -442,7 +444,7 @@ def _put_changes(
     except ValueError as error:
         if base is None:
             return ()
-        raise misconfigured(f"changes of the base weights cannot be told: {error}") from error
+        raise misconfigured(f"changes of the base weights are unknown: {error}") from error
     ranks: dict[str, int] = {}
     alphas: dict[str, float] = {}
     for layer, found in adapters.items():
@@ -508,7 +510,8 @@ def _check_unchanged(network: nn.Module, base: Mapping[str, Tensor], held: Colle
     ]
     if differ:
         raise misconfigured(
-            f"{listed(differ)} of the model that PEFT wrapped differ from those of base and belong to no adapter: base"
+            f"{join_names(differ)} of the model that PEFT wrapped differ from those of base and belong to no adapter:"
+            " base"
             " is another network, or training has changed them, as it does the statistics of batch normalisation; name"
             " their modules in modules_to_save."
         )
@@ -526,8 +529,9 @@ def _write(folder: Path, config: Any, tensors: Mapping[str, Tensor]) -> Path:
     objects = [name for name, value in tensors.items() if not isinstance(value, Tensor)]
     if objects:
         raise misconfigured(
-            f"{listed(objects)} of what is saved whole is no tensor, as get_extra_state() may return, and an adapter"
-            f" folder holds tensors alone: {_DENSE}."
+            f"{join_names(objects)} of the modules to save is no tensor, as get_extra_state() may return, but an"
+            " adapter"
+            f" folder holds only tensors: {_DENSE}."
         )
     # A set has another order in each process.
     fields = {name: sorted(value) if isinstance(value, set) else value for name, value in config.to_dict().items()}
@@ -572,8 +576,8 @@ def _name_targets(config: Any, described: Outline, names: Collection[str], root:
     hidden += [name for name in {*others, *names}.difference(saved, hidden) if name.endswith(tuple(saved))]
     if hidden:
         raise misconfigured(
-            f"modules_to_save={saved} were trained whole, and PEFT, which matches modules_to_save by the ends of names,"
-            f" would take {listed(sorted(hidden))} for them: rename the modules, or {_DENSE}."
+            f"modules_to_save={saved} were trained whole, but PEFT matches modules_to_save by the ends of names and"
+            f" would save {join_names(sorted(hidden))} too: rename the modules, or {_DENSE}."
         )
     if any(check_target_module_exists(config, name) for name in others):
         config.target_modules = "|".join(re.escape(name) for name in names)

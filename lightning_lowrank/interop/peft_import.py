@@ -15,7 +15,7 @@ import safetensors.torch
 import torch
 from torch import Tensor, nn
 
-from lightning_lowrank.arguments import listed
+from lightning_lowrank.arguments import join_names
 from lightning_lowrank.configuration import misconfigured
 from lightning_lowrank.extras import import_extra
 from lightning_lowrank.internals.torch import own_buffers, own_parameters
@@ -35,8 +35,8 @@ from lightning_lowrank.interop.peft_layout import (
 from lightning_lowrank.layers import LowRankLayer, MatrixProduct, low_rank_class, low_rank_layers
 from lightning_lowrank.layers.conversion import note_buffers
 
-# Fields of LoraConfig with which an adapter is still W + scaling · B A. A value of another field, other than its
-# default, is a variant of LoRA, also of a later PEFT.
+# Fields of LoraConfig with which an adapter is still W + scaling · B A. Any other field, also of a later PEFT, selects
+# a variant of LoRA unless it has its default.
 _PLAIN = """
     task_type peft_type auto_mapping peft_version base_model_name_or_path revision inference_mode runtime_config
     r lora_alpha lora_dropout use_rslora bias modules_to_save rank_pattern alpha_pattern target_modules exclude_modules
@@ -109,7 +109,7 @@ def import_adapter(folder: str | Path, module: nn.Module, *, prefix: str | None 
     if existing and existing.keys() != adapters.keys():
         unlike = sorted(existing.keys() ^ adapters.keys())
         raise misconfigured(
-            f"the module's low-rank layers are not those of {folder}, but differ in {listed(unlike)}: convert the"
+            f"the module's low-rank layers differ from those of {folder} in {join_names(unlike)}: convert the"
             " folder's layers (`include`), or none."
         )
     described = {layer.name: layer for layer in outline(module).layers}
@@ -123,7 +123,7 @@ def import_adapter(folder: str | Path, module: nn.Module, *, prefix: str | None 
         names = module_names(module)
         twice = [name for name in adapters if len(names[module.get_submodule(name)]) > 1]
         if twice:
-            raise misconfigured(f"the model holds {listed(twice)} twice, and PEFT wraps one of them.")
+            raise misconfigured(f"the model holds {join_names(twice)} twice, and PEFT wraps one of them.")
         base = module.get_submodule(root.removesuffix(".")).requires_grad_(False)
         base.frozen_for_factors = frozenset(name for name, _ in base.named_parameters())  # type: ignore[assignment]
         note_buffers(base)
@@ -182,7 +182,8 @@ def _check_ties(layers: Mapping[str, LowRankLayer], values: Sequence[tuple[Tenso
         if not torch.equal(wanted.setdefault(target, value), value):
             names = [name for name, layer in layers.items() if any(target is own for own in layer.parameters())]
             raise misconfigured(
-                f"{listed(names)} share their factors, and the folder has different ones for them: import into a module"
+                f"{join_names(names)} share their factors, and the folder has different ones for them: import into a"
+                " module"
                 " that is not converted yet, which keeps them apart."
             )
 
@@ -392,12 +393,13 @@ def _root(module: nn.Module, names: Sequence[str], prefix: str | None) -> str:
     if holding:
         raise misconfigured(
             f"several parts of the module have the folder's layers: give as prefix one of"
-            f" {listed([root.removesuffix('.') for root in holding])}."
+            f" {join_names([root.removesuffix('.') for root in holding])}."
         )
     best = max(roots, key=lambda root: sum(root + name in parts for name in names))
     missing = [best + name for name in names if best + name not in parts]
     raise misconfigured(
-        f"the folder has adapters for {listed(missing)}, and the module has no such layers: they must be those of the"
+        f"the folder has adapters for {join_names(missing)}, and the module has no such layers: they must be those of"
+        " the"
         " network that the adapter was trained with; prefix says which part of the module that is."
     )
 

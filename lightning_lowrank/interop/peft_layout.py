@@ -36,7 +36,7 @@ class LayerOutline:
     """The description of a low-rank layer as a LoRA adapter.
 
     ``B`` and ``A`` are the names of the factors on the output's and the input's side in the state dict. ``core`` has
-    those of a `CoreProduct`'s core between them, and its scales where it has any. ``reason`` says why PEFT cannot
+    those of a `CoreProduct`'s core between them, and its scales if it has any. ``reason`` says why PEFT cannot
     express the layer; it is empty if it can. ``folded`` is `LowRankLayer.folded`.
     """
 
@@ -211,7 +211,7 @@ def check_path_and_module(call: str, path: Any, module: Any) -> None:
     """Raise if ``path`` is no path or ``module`` no module, as when arguments are swapped.
 
     Args:
-        call: What was called, with its arguments' names, for messages.
+        call: The called function with its arguments' names, for messages.
         path: A path.
         module: A module.
     """
@@ -225,7 +225,7 @@ def check_path_and_module(call: str, path: Any, module: Any) -> None:
 
 
 def check_folder(folder: Path, missing: str = "") -> None:
-    """Raise if an adapter's folder is a file, or does not exist where ``missing`` says what to do then."""
+    """Raise if an adapter's folder is a file or, with ``missing`` (the advice for that case), does not exist."""
     if folder.exists() and not folder.is_dir():
         raise misconfigured(f"{folder} is a file, and an adapter is a folder: give the path of a folder.")
     if missing and not folder.exists():

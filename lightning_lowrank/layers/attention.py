@@ -15,7 +15,7 @@ class LowRankMultiheadAttention(nn.MultiheadAttention):
     """An ``nn.MultiheadAttention`` whose input projections are low-rank, as :func:`convert` makes it.
 
     The projections are children named after the weights that they replace: ``in_proj`` for ``in_proj_weight``,
-    or ``q_proj``, ``k_proj`` and ``v_proj`` where keys and values have widths of their own. Torch's attention
+    or ``q_proj``, ``k_proj`` and ``v_proj`` if keys and values have widths of their own. Torch's attention
     reads weights, so these children compose theirs (``compute="dense"``) and are not called.
     """
 
@@ -29,8 +29,8 @@ class LowRankMultiheadAttention(nn.MultiheadAttention):
         """Build a low-rank attention from a dense one.
 
         Args:
-            module: The dense attention, which should not be used further: its parameters and children are
-                taken over.
+            module: The dense attention, which should not be used further: its parameters and children become those of
+                the new layer.
             projections: The layers by name: ``"in_proj"``, ``"q_proj"``, ``"k_proj"`` or ``"v_proj"``.
 
         Raises:

@@ -27,7 +27,7 @@ def assign_ranks(
 
     ``layers`` are without those that share the weight of an earlier one, ``spared`` is what ``freeze_rest`` leaves
     trained. A layer that ``freeze_rest`` would freeze is converted whatever its size, as PEFT converts it. A budget
-    below what the smallest ranks need is a ``ValueError``.
+    below the cost of the smallest ranks is a ``ValueError``.
     """
     for layer in layers:
         if settings.rank is not None:
@@ -52,7 +52,7 @@ def assign_ranks(
 
 
 def _check_rank(layer: Candidate, rank: int, settings: LowRankSettings, frozen_otherwise: bool) -> None:
-    """Keep the layer dense if its rank saves no numbers, unless the dense weight would be frozen."""
+    """Keep the layer dense if factors of this rank save no parameters, unless the dense weight would be frozen."""
     factorization, half_frozen = settings.factorization, settings.half_frozen
     with _naming(layer):
         largest = factorization.max_rank(layer.shape, half_frozen)
@@ -186,7 +186,7 @@ class _Budget:
     def _by_singular_values(self, allowed: float) -> list[int]:
         """Ranks assigned greedily to the singular value with the most energy per cost, while the budget lasts.
 
-        What one explains is its square, as a share of the sum of squares of its weight.
+        The energy of a singular value is its square, as a share of its weight's sum of squares.
         """
         product = self.settings.factorization
         assert isinstance(product, MatrixProduct)

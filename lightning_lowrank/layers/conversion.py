@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from lightning_lowrank.arguments import listed
+from lightning_lowrank.arguments import join_names
 from lightning_lowrank.internals.torch import digest_of, own_children
 from lightning_lowrank.layers.attention import LowRankMultiheadAttention
 from lightning_lowrank.layers.budget import assign_ranks
@@ -53,7 +53,7 @@ def convert(model: nn.Module, factorization: Factorization, *, seed: int = 0, **
     Raises:
         TypeError: If ``model`` is itself a layer to convert, or an argument of a wrong kind.
         ValueError: If an argument is out of range, a pattern matches nothing, the model has low-rank or
-            uninitialised layers, the budget is below what the smallest ranks need, or there is nothing to
+            uninitialised layers, the budget is below the cost of the smallest ranks, or there is nothing to
             convert.
 
     Example:
@@ -218,8 +218,8 @@ def _report(layer: Candidate, settings: LowRankSettings) -> LayerReport:
 
 
 def _reasons(layers: Sequence[Candidate]) -> str:
-    """A text with each reason and the names of its layers, at most the first few."""
+    """The reasons as text, each with the names of at most the first few layers."""
     names: dict[str, list[str]] = {}
     for layer in layers:
         names.setdefault(layer.reason, []).append(layer.name)
-    return "; ".join(f"{listed(found)}: {reason}" for reason, found in names.items()) or "it has no such layers"
+    return "; ".join(f"{join_names(found)}: {reason}" for reason, found in names.items()) or "it has no such layers"

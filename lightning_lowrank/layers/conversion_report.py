@@ -44,7 +44,7 @@ class Conversion:
 
     Attributes:
         layers: A report for each layer of the model that has a weight, in registration order.
-        specs: What is needed to compose each converted layer's dense weight, in the same order.
+        specs: Descriptions from which the converted layers' dense weights can be composed, in the same order.
         dense_parameters: Numbers in all parameters of the model before conversion, without those that were frozen
             unless ``convert_frozen`` is set.
         trainable_parameters: Numbers in all trainable parameters of the model after it.
@@ -57,7 +57,7 @@ class Conversion:
 
     @property
     def ratio(self) -> float:
-        """Trainable parameters now over ``dense_parameters``."""
+        """``trainable_parameters`` divided by ``dense_parameters``."""
         return self.trainable_parameters / self.dense_parameters
 
     def __str__(self) -> str:

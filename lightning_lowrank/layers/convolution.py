@@ -17,10 +17,10 @@ from lightning_lowrank.layers.layer import LowRankLayer
 class _LowRankConvolution(LowRankLayer):
     """Base of low-rank convolutions: a chain of torch convolutions, one for each stage.
 
-    A kernel dimension belongs to the stage whose kernel extends in it, or to the first stage where none
-    does. Padding, stride and dilation of a dimension act at its stage: what the others do along other
-    dimensions does not interfere. Groups share all stages but the one with the output channels,
-    so the channels' groups become part of the batch there.
+    A kernel dimension belongs to the stage whose kernel extends in it, or to the first stage if none
+    does. Padding, stride and dilation of a dimension act at its stage: the other stages act along other dimensions and
+    do not interfere. Groups share all stages but the one with the output channels, so the channels' groups become part
+    of the batch there.
     """
 
     function: ClassVar[Any]

@@ -1,8 +1,8 @@
 """Frobenius decay: weight decay for the product of factors, without building the product.
 
-Decaying ``U`` and ``V`` on their own is not what decaying the weight ``U Vᵀ`` is. These functions decay what
-the factors stand for (Khodak et al., 2021; FedHM, Yao et al. 2021), as a term of the loss or directly in
-the gradients. ``‖U Vᵀ‖²`` comes from Gram matrices, ``Σ (UᵀU)∘(VᵀV)``.
+Decaying ``U`` and ``V`` on their own is not what decaying the weight ``U Vᵀ`` is. These functions decay the product of
+the factors (Khodak et al., 2021; FedHM, Yao et al. 2021), as a term of the loss or directly in the gradients. ``‖U
+Vᵀ‖²`` comes from Gram matrices, ``Σ (UᵀU)∘(VᵀV)``.
 """
 
 from __future__ import annotations

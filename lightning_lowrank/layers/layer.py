@@ -33,7 +33,7 @@ from torch import Tensor, nn
 from torch.fx import Proxy
 from torch.nn.utils.parametrize import is_parametrized
 
-from lightning_lowrank.arguments import listed
+from lightning_lowrank.arguments import join_names
 from lightning_lowrank.internals.torch import (
     COMPILED,
     TABLES,
@@ -100,8 +100,8 @@ class LowRankLayer(nn.Module):
         rank: The factors' rank.
         init_scale: The ``a`` of the uniform draws U(−a, a) of :meth:`reset_factors`.
         zero_factors: The factors that :meth:`reset_factors` sets to zero.
-        scale: What the update is multiplied by.
-        active: What the layer computes with: the update and the weight before it (``"both"``), or one of them, as
+        scale: The factor that the update is multiplied by.
+        active: The computation: the update and the weight before it (``"both"``), or one of them, as
             if the other were zero (``"base"``, ``"factors"``). ``weight`` is always made of both.
         trainable: Whether the dense layer's weight was trainable, as it is again in :meth:`to_dense`.
         folded: Whether :meth:`fold` has changed the frozen weight, so that the factors are not all that was learnt.
@@ -184,7 +184,7 @@ class LowRankLayer(nn.Module):
             TypeError: If ``module`` is of another class, its weight is not a plain floating-point Parameter, or
                 a setting has an unknown name.
             ValueError: If the weight cannot have this rank (a matrix product may have more than it needs in role
-                ``"update"``), :class:`LayerSettings` refuses a setting, ``compute="contracted"`` where the
+                ``"update"``), :class:`LayerSettings` refuses a setting, ``compute="contracted"`` if the
                 factorization has no such form, or the dense weight is constant and is to set the scale of uniform
                 draws.
 
@@ -373,7 +373,7 @@ class LowRankLayer(nn.Module):
         """Add a tensor of the weight's shape to the frozen weight, in place, and note that it has changed.
 
         Args:
-            change: What is added.
+            change: The tensor to add.
             add: As for :meth:`fold`.
         """
         self.unmerge()
@@ -618,9 +618,9 @@ class LowRankLayer(nn.Module):
     def contracts(self, input: Tensor, *geometry: Any) -> bool:
         """Whether the layer computes the contracted way for these arguments of :meth:`forward`.
 
-        With ``compute="auto"`` the multiply-adds of the forward pass are compared and, where gradients are
+        With ``compute="auto"`` the multiply-adds of the forward pass are compared and, if gradients are
         recorded, also those of the backward pass: a gradient of the composed weight, which the contracted
-        way does not need, costs as much as the layer itself. Where torch compiles, exports or traces the layer, the
+        way does not need, costs as much as the layer itself. If torch compiles, exports or traces the layer, the
         answer goes by the weight's shape alone, so that it holds for inputs of every size.
         """
         if self.compute != "auto":
@@ -705,7 +705,7 @@ class LowRankLayer(nn.Module):
 
 
 def _why_other_tensors(names: set[str]) -> str:
-    """The reason why a layer cannot be converted that has tensors of other names than its class."""
+    """The reason why a layer whose tensors have other names than its class's cannot be converted."""
     for made_by, signs in (
         ("weight_norm", {"weight_g", "weight_v"}),
         ("spectral_norm", {"weight_orig", "weight_u"}),
@@ -713,7 +713,7 @@ def _why_other_tensors(names: set[str]) -> str:
     ):
         if signs <= names:
             return f"torch.nn.utils.{made_by} computes its weight from {' and '.join(sorted(signs))}"
-    return f"it holds other tensors than weight and bias: {listed(sorted(names - {'weight', 'bias'})) or 'none'}"
+    return f"it holds other tensors than weight and bias: {join_names(sorted(names - {'weight', 'bias'})) or 'none'}"
 
 
 def take_over_attributes(target: nn.Module, source: nn.Module, hooks: bool) -> None:

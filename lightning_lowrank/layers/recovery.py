@@ -28,9 +28,9 @@ class LayerSpec:
         shape: The dense weight's shape.
         factorization: :meth:`Factorization.to_dict` of the factorization.
         rank: The factors' rank.
-        aliases: Further names of the same layer, where a model holds it more than once.
-        scale: What an update is multiplied by.
-        suffix: What follows the layer's name in the dense weight's: ``".weight"``, or ``"_weight"`` for the
+        aliases: Further names of the same layer, if a model holds it more than once.
+        scale: The factor that an update is multiplied by.
+        suffix: The part after the layer's name in the dense weight's name: ``".weight"``, or ``"_weight"`` for the
             projections of ``nn.MultiheadAttention``.
     """
 

@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, TypeVar
 
-from lightning_lowrank.arguments import check_choice, check_integer, check_number, plain
+from lightning_lowrank.arguments import check_choice, check_integer, check_number, to_plain
 from lightning_lowrank.layers.factorization import Factorization, HalfFrozen, MatrixProduct
 
 Role = Literal["update", "weight"]
@@ -52,10 +52,10 @@ class LayerSettings:
         half_frozen: Train only :math:`V` and leave :math:`\tilde U` as it is drawn (``True`` or ``"U"``), or train
             only :math:`U` (``"V"``). The same ratio then affords a higher rank. Off by default.
         init: How the factors start. ``"uniform"``: draws from :math:`U(-a, a)`. In role ``"update"`` the update
-            starts at zero: the trained factors are zero where the layer is half-frozen or decoupled, otherwise
+            starts at zero: the trained factors are zero if the layer is half-frozen or decoupled, otherwise
             the factorization's ``zero_factor``. ``"lora"`` (role ``"update"``, two factors): the factor on the
             input's side is drawn as torch draws a linear layer's weight, with a = 1/√(its rows), and the other is
-            zero. ``"spectral"`` (role ``"weight"``): the factorization's ``decompose`` of the weight; where
+            zero. ``"spectral"`` (role ``"weight"``): the factorization's ``decompose`` of the weight; if
             decoupled, the fixed factors are these and the trained ones half of them, which makes the same
             weight. ``"auto"`` (default): ``"uniform"`` in role ``"update"``, ``"spectral"`` in role ``"weight"``.
         init_scale: Bound :math:`a` of the uniform draws. By default, in role ``"update"``, the one for which the
@@ -100,7 +100,7 @@ class LayerSettings:
 
     def __post_init__(self) -> None:
         for name, value in vars(self).items():
-            object.__setattr__(self, name, plain(value))
+            object.__setattr__(self, name, to_plain(value))
         check_choice("role", self.role, Role)
         check_choice("half_frozen", self.half_frozen, Literal[False, True, "U", "V"])
         check_choice("init", self.init, Init)
@@ -235,8 +235,8 @@ class LowRankSettings(LayerSettings):
             raise ValueError(f'skip may hold "first" and "last", but holds {unknown}; name other layers in exclude.')
         if self.keep_trained and not self.freeze_rest:
             raise ValueError(
-                f"keep_trained={self.keep_trained!r} says what freeze_rest leaves trained: set freeze_rest=True, or "
-                "leave it out to train everything."
+                f"keep_trained={self.keep_trained!r} lists exceptions from freeze_rest: set freeze_rest=True, or leave"
+                " keep_trained out to train everything."
             )
 
     def _check_size(self) -> None:

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
 
-from lightning_lowrank.arguments import listed
+from lightning_lowrank.arguments import join_names
 from lightning_lowrank.internals.torch import own_parameters
 from lightning_lowrank.layers.attention import LowRankMultiheadAttention
 from lightning_lowrank.layers.convolution import (
@@ -70,12 +70,12 @@ class Candidate:
     """A layer's weight that may be converted.
 
     Attributes:
-        projection: The weight's name where it is one of several: of an attention without ``_weight``, of a recurrent
+        projection: The weight's name if it is one of several: of an attention without ``_weight``, of a recurrent
             layer all of it. Empty otherwise.
         reason: Why the layer stays dense; empty if it is converted.
-        note: What is unusual about the layer's factors, empty otherwise.
+        note: A remark on the layer's factors; empty if there is none.
         tied_to: The earlier layer whose factors this one shares.
-        error: The relative error of the decomposition, where there is one.
+        error: The relative error of the decomposition, if there is one.
         sources: The parameters that the weight is, or is computed from.
     """
 
@@ -220,7 +220,7 @@ def _why_not(module: nn.Module, projection: str, factorization: Factorization) -
 
 
 def select(layers: Sequence[Candidate], settings: LowRankSettings) -> None:
-    """Set a reason on each layer that the settings keep dense, by name, by position or by its weight."""
+    """Set the reason of each layer that the settings keep dense because of its name, position or weight."""
     convertible = [layer for layer in layers if not layer.reason]
     names = [name for layer in convertible for name in (layer.name, *layer.aliases)]
     for argument in ("include", "exclude", "rank", "rank_ratio", "ratio"):
@@ -257,7 +257,7 @@ def _refuse_left_alone(argument: str, patterns: Iterable[str], layers: Sequence[
             reasons = [f"{layer.name}: {layer.reason}" for layer in meant]
             raise ValueError(
                 f"{argument} has {pattern!r}, which matches no layer that can be converted"
-                f" ({listed(reasons, '; ')}). Leave it out."
+                f" ({join_names(reasons, '; ')}). Leave it out."
             )
 
 

@@ -48,7 +48,7 @@ class Adapter(ABC):
     """
 
     quantised = False
-    """Whether the base weight holds no numbers that can be added to; changes of it are then kept beside it."""
+    """Whether the base weight is quantised: nothing can be added to it, and its changes are stored separately."""
 
     def __init__(
         self, name: str, parameters: Mapping[Name, str], rank: int, shape: tuple[int, int], unfoldable: str = ""
@@ -110,7 +110,7 @@ class Adapter(ABC):
 
     @separate_change.setter
     def separate_change(self, parts: Parts) -> None:
-        raise ValueError(f"layer {self.name!r} is not quantised: its base weight itself takes changes.")
+        raise ValueError(f"layer {self.name!r} is not quantised: changes are added to its base weight itself.")
 
     @torch.no_grad()
     def summed_change(self, parts: Parts, change: LowRankPair | Tensor) -> Parts:
@@ -278,7 +278,7 @@ class _PeftAdapter(Adapter):
     @separate_change.setter
     def separate_change(self, parts: Parts) -> None:
         if not self.quantised:
-            raise ValueError(f"layer {self.name!r} is not quantised: its base weight itself takes changes.")
+            raise ValueError(f"layer {self.name!r} is not quantised: changes are added to its base weight itself.")
         base = self._layer.get_base_layer()
         if parts or change_in(base):
             set_change(base, parts)
@@ -364,7 +364,7 @@ def _why_unfoldable(
         assert isinstance(base.weight, Tensor)
         return _shared_with(module, holders.get(base.weight, []), [base])
     if getattr(layer, "use_dora", {}).get(adapter):
-        return "it is quantised, and DoRA's norms would not have what is kept beside it"
+        return "it is quantised, and DoRA's norms would leave out its separate change"
     return why_no_separate_change(base)
 
 

@@ -1,6 +1,6 @@
 """Measured constants in the convergence conditions of Chen et al. (ABO), for one layer in one round.
 
-The paper proves convergence where an operator's distances to the clients' factors stay within constants times the
+The paper proves convergence if an operator's distances to the clients' factors stay within constants times the
 squared learning rate. These functions compute the distances, and the smallest ones that a common pair can have.
 """
 
@@ -27,7 +27,7 @@ class ConvergenceConstants:
     and :math:`M` the mean of the clients' own :math:`s B_i A_i`. Divide by the squared learning rate for the paper's
     :math:`R^2`, :math:`P^2` and :math:`Q^2`.
 
-    A gap is the distance to the optimum among pairs that are common to all clients. It is negative where an
+    A gap is the distance to the optimum among pairs that are common to all clients. It is negative if an
     operator's pairs are personal and nearer to the clients than any common one.
 
     Attributes:
@@ -37,13 +37,13 @@ class ConvergenceConstants:
             that one of the two lacks counts as zero there.
         strong_A: :math:`\operatorname{mean}_i \|Q_i - A_i\|_F^2`, the same for ``A``.
         weak_gap: ``weak`` minus its smallest value, which :math:`E = M` has (Corollary 1).
-        strong_B_gap: ``strong_B`` minus its smallest value, which the mean has (Corollary 2); where clients receive
+        strong_B_gap: ``strong_B`` minus its smallest value, which the mean has (Corollary 2); if clients receive
             different ranks, the mean of each slot over the clients that receive it.
         strong_A_gap: The same for ``A``.
         aggregation_error: :math:`\|E - M\|_F` with the server's :math:`E`.
         broadcast_error: :math:`\sqrt{\operatorname{mean}_i \|E_i - M\|_F^2}`, that of what clients receive.
         effective_rank: Of the server's :math:`E`, with singular values :math:`\sigma_j`: :math:`\exp(-\sum_j p_j \log
-            p_j)`, :math:`p_j = \sigma_j / \sum_k \sigma_k` (Roy and Vetterli, 2007). 0 where :math:`E` is zero.
+            p_j)`, :math:`p_j = \sigma_j / \sum_k \sigma_k` (Roy and Vetterli, 2007). 0 if :math:`E` is zero.
         energy_beyond: The share of :math:`\|E\|_F^2` beyond the leading singular values, as many as the smallest
             client's rank. It tends to zero in the rank collapse of Wu et al. (2026), see `RaFLoRA`.
     """
@@ -67,8 +67,8 @@ def convergence_constants(
     """Measure the constants of the weak and the strong convergence condition, for one layer and round.
 
     No matrix of the weight's size is built: products enter by the Gram matrices of their factors, in float64. A
-    squared distance is a difference of such inner products, so what is below about 1e-15 of the products' squared
-    norms (1e-8 for the two errors) is rounding.
+    squared distance is a difference of such inner products, so values below about 1e-15 of the products' squared norms
+    (1e-8 for the two errors) are rounding errors.
 
     Args:
         pairs: The clients' pairs after their training.

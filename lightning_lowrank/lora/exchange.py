@@ -29,7 +29,7 @@ class FactorExchange:
     """Decides which factors cross the wire, and tracks which versions each client has.
 
     Args:
-        operator: What says which factors are trained and sent in a round.
+        operator: The operator, which defines the factors that are trained and sent in a round.
         ranks: The clients' ranks.
     """
 
@@ -110,15 +110,15 @@ class FactorExchange:
         return server.state.get("versions", first)
 
     @staticmethod
-    def known_of(server: Server, client: int) -> dict[str, Tensor]:
+    def global_values(server: Server, client: int) -> dict[str, Tensor]:
         """The global values, with the factors that the server stores for this client."""
         return {**server.model, **server.state.get("pairs", {}).get(client, {})}
 
-    def arrived(self, server: Server, client: int, arrival: State) -> dict[str, LowRankPair]:
+    def completed_pairs(self, server: Server, client: int, arrival: State) -> dict[str, LowRankPair]:
         """A client's pairs by layer: the factors that it sent, completed by those from which it started."""
         pairs = {}
-        started = self._ranks.started_from(
-            self.known_of(server, client), arrival["level"], self._operator.absorbing(server.round)
+        started = self._ranks.initial_pairs(
+            self.global_values(server, client), arrival["level"], self._operator.absorbing(server.round)
         )
         for layer, adapter in self._ranks.adapters.layers.items():
             before = started[layer]
@@ -142,9 +142,9 @@ class FactorExchange:
         if not isinstance(rule, DistanceRule):
             return {client: arrival["weight"] for client, arrival in arrivals.items()}
         # In the order in which the rule received the rest of the messages.
-        pairs = [self.arrived(server, client, arrival) for client, arrival in arrivals.items()]
+        pairs = [self.completed_pairs(server, client, arrival) for client, arrival in arrivals.items()]
         levels, absorbing = [each["level"] for each in arrivals.values()], self._operator.absorbing(server.round)
-        starts = {each: self._ranks.started_from(server.model, each, absorbing) for each in dict.fromkeys(levels)}
+        starts = {each: self._ranks.initial_pairs(server.model, each, absorbing) for each in dict.fromkeys(levels)}
         return dict(zip(arrivals, robust_weights(rule, pairs, levels, starts), strict=True))
 
     # On a client
@@ -161,7 +161,7 @@ class FactorExchange:
             client.state.setdefault("received", {}).update(detached(came))
 
     @staticmethod
-    def known_by(client: ClientContext) -> dict[str, Tensor]:
+    def client_values(client: ClientContext) -> dict[str, Tensor]:
         """A client's values before the message: initial or drawn ones, overridden by received ones and its own."""
         shared, own = client.base.state, client.state
         drawn, received, personal = shared.get("factors", {}), own.get("received", {}), own.get("personal", {})

@@ -10,7 +10,7 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import Tensor, nn
 
 from lightning_lowrank.aggregation import DistanceRule
-from lightning_lowrank.arguments import listed
+from lightning_lowrank.arguments import join_names
 from lightning_lowrank.configuration import check_patterns
 from lightning_lowrank.federated.algorithm import Claims, LocalStep, detached
 from lightning_lowrank.federated.capacities import Capacity
@@ -38,13 +38,13 @@ class FedLoRA(ChangesBase, UnequalClients, Personal):
     Clients send the factors that the operator uses: both for most, the trained one for ``FFA``, ``FedSVD``, ``RoLoRA``
     and ``CoLR``, :math:`A` alone for ``FedSA``, whose clients keep their :math:`B`. The server sends those that have
     changed since the client last received them. Operators that change the base weight (``FLoRA``, ``FLoRIST``,
-    ``FedEx``, ``CoLR``) send the factors of that change, or its matrix where that takes fewer bytes, to every client,
-    also outside the cohort, which is logged as ``comm/idle_down_bytes``. Changes of base weights of 16 bits are summed
-    in single precision beside them, which takes 4 more bytes for each of their numbers. Where PEFT wrapped a layer that
-    is quantised, by bitsandbytes or torchao, the weight stays and the layer adds what has changed: factors in single
+    ``FedEx``, ``CoLR``) send the factors of that change, or its matrix if that takes fewer bytes, to every client,
+    also outside the cohort, which is logged as ``comm/idle_down_bytes``. Changes of base weights of 16 bits are also
+    summed in single precision, which takes 4 more bytes for each of their numbers. If PEFT wrapped a layer that is
+    quantised, by bitsandbytes or torchao, the weight stays and the layer adds what has changed: factors in single
     precision side by side, or their matrix once that has fewer numbers. Redrawn factors are not sent.
 
-    With PEFT's DoRA, the operator combines the factors, so that what it says of the product holds for the direction
+    With PEFT's DoRA, the operator combines the factors, so that its result for the product holds for the direction
     :math:`W + s B A`; the magnitudes are averaged.
 
     With ``levels`` clients have different ranks: the same share of each layer's rank, at least 1. A client's scaling is
@@ -53,8 +53,8 @@ class FedLoRA(ChangesBase, UnequalClients, Personal):
 
     With a robust rule as the loop's ``aggregator``, the rule gives the clients' weights in the operator, in place of
     their numbers of samples. An arrival is then one vector of the changes of all layers' products, :math:`s B A`, and
-    of what is trained outside the adapters; its inner products come from the factors, and no product is built. Rules of
-    single numbers are refused, as are operators whose clients keep a pair or a factor of their own.
+    of the parameters trained outside the adapters; its inner products come from the factors, and no product is built.
+    Rules of single numbers are refused, as are operators whose clients keep a pair or a factor of their own.
 
     Args:
         operator: How factors are combined, such as ``ProductSum()`` or ``SumProduct()``.
@@ -67,12 +67,12 @@ class FedLoRA(ChangesBase, UnequalClients, Personal):
             changed most. Several numbers are assigned to clients in turns, in the order of ids. ``None``: all slots.
         adapter: Which of PEFT's adapters is trained; by default the active one.
         ranks: The clients' ranks, in place of ``levels``: a list, given out in turns in the order of ids; a dictionary
-            by id, where the others have the layers' rank; or a function of the id, in YAML its import path. A layer of
-            smaller rank keeps its own.
+            by id, in which all other clients have the layers' rank; or a function of the id, in YAML its import path. A
+            layer of smaller rank keeps its own.
 
     Raises:
         MisconfigurationException: If an argument is out of range, the module has no LoRA adapters, or the operator
-            does not suit them: clients of different rank where it needs equal ones, or a frozen factor that is zero.
+            does not suit them: clients of different rank although it needs equal ones, or a frozen factor that is zero.
         ValueError: In a round, if a client sends factors that are not finite; the server's state stays as it was.
 
     Example:
@@ -127,7 +127,7 @@ class FedLoRA(ChangesBase, UnequalClients, Personal):
         check_patterns("keep", self.keep, others, "trained parameter outside the adapters")
         self._kept = {name for name in others if any(matches(pattern, name) for pattern in self.keep)}
         local = [f"the factor {name} of each adapter" for name in self.operator.trained(0) - self.operator.sent_up(0)]
-        local += [listed(sorted(self._kept))] if self._kept else []
+        local += [join_names(sorted(self._kept))] if self._kept else []
         self.claims = replace(self.claims, local_part=" and ".join(local))
         if "initial" not in base.state:
             self._exchange.remember(base, trained, self._kept)
@@ -138,7 +138,7 @@ class FedLoRA(ChangesBase, UnequalClients, Personal):
     def broadcast(self, server: Server, client: ClientInfo) -> Message:
         """The factors that the client lacks, cut to its rank, and the rest of the model."""
         level, factors = self._ranks.level(client), self._ranks.adapters.factors
-        known, due = self._exchange.known_of(server, client.id), self._exchange.due(server, client.id, level)
+        known, due = self._exchange.global_values(server, client.id), self._exchange.due(server, client.id, level)
         down = {name: value for name, value in server.sent_down().items() if name not in factors.keys() | self._kept}
         for parameter, (adapter, name) in factors.items():
             if name in due:
@@ -166,7 +166,9 @@ class FedLoRA(ChangesBase, UnequalClients, Personal):
         weights = self._exchange.weights(server)
         # Clients of weight 0, as a robust rule may choose, are left out.
         arrivals = {id: arrival for id, arrival in sorted(server.state["arrivals"].items()) if weights[id]}
-        pairs = {client: self._exchange.arrived(server, client, arrival) for client, arrival in arrivals.items()}
+        pairs = {
+            client: self._exchange.completed_pairs(server, client, arrival) for client, arrival in arrivals.items()
+        }
         previous = {layer: each.pair(server.model, each.rank, scaling) for layer, each, scaling in adapters}
         given, shares = list(pairs.values()), [weights[client] for client in pairs]
         if isinstance(server.aggregator, DistanceRule) and sum(shares) < 1 - 1e-12:
@@ -196,7 +198,7 @@ class FedLoRA(ChangesBase, UnequalClients, Personal):
         factors, level = self._ranks.adapters.factors, self._ranks.level(client)
         values = {name: value for name, value in message.tensors.items() if name in client.model}
         came = {parameter: values[parameter] for parameter in factors if parameter in values}
-        known = self._exchange.known_by(client)
+        known = self._exchange.client_values(client)
         for parameter, (adapter, name) in factors.items():
             value = came.get(parameter)
             if value is None:
@@ -263,16 +265,16 @@ class FedLoRA(ChangesBase, UnequalClients, Personal):
         self._changes.configure(base)
 
     def model_for(self, server: Server, client: ClientInfo) -> Mapping[str, Tensor]:
-        return self._ranks.cut(self._exchange.known_of(server, client.id), self._ranks.level(client))
+        return self._ranks.cut(self._exchange.global_values(server, client.id), self._ranks.level(client))
 
     def has_full_model(self, server: Server, client: ClientInfo, state: State) -> bool:
         # A client's own factor is zero beyond its rank, which also cuts the shared factor in the product.
         own = server.state.get("pairs", {}).get(client.id, {}).keys() | state.get("personal", {}).keys()
         cut = self._ranks.level(client) == 1 or not own.isdisjoint(self._ranks.adapters.factors)
-        return cut and self._ranks.stays(client)
+        return cut and self._ranks.is_fixed(client)
 
     def variants(self, server: Server) -> dict[str, Mapping[str, Tensor]]:
-        smaller = self._ranks.smaller(server.base.clients)
+        smaller = self._ranks.smaller_levels(server.base.clients)
         return {name: self._ranks.cut(server.parameters(), level) for name, level in smaller.items()}
 
     def computed(self, base: Base, client: ClientInfo) -> Mapping[str, float]:
@@ -284,7 +286,7 @@ class FedLoRA(ChangesBase, UnequalClients, Personal):
         return self._ranks.limit(module, self.adapter)
 
     def set_rank(self, client: int, rank: int) -> None:
-        self._ranks.state(client, rank)
+        self._ranks.set_rank(client, rank)
         self.claims = replace(self.claims, needs_only_mean=False)
 
     # Factors that stay with clients

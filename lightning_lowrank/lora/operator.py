@@ -84,7 +84,7 @@ class Operator(Configured, ABC):
     ) -> Broadcast:
         """Aggregate one layer; the arguments are not modified.
 
-        Clients of different rank have different scalings where these are ``alpha / rank`` (or ``alpha / √rank``). The
+        Clients of different rank have different scalings if these are ``alpha / rank`` (or ``alpha / √rank``). The
         effective updates ``scaling · B @ A`` are aggregated, and ``B`` absorbs a difference; with `CoLR` the trained
         factor does.
 
@@ -95,7 +95,7 @@ class Operator(Configured, ABC):
             ranks: The rank at which each client receives its pair. By default that of its own pair.
             scalings: The scaling at which each client receives its pair. By default that of its own pair.
             round: The round that ends, from 0.
-            seed: The layer's seed, the same in every round, for what is drawn. Default: 0.
+            seed: The seed of the layer's draws, the same in every round. Default: 0.
             previous: The server's pair from before the round. With it, slots that none of this round's clients has keep
                 their values. Default: none.
 
@@ -106,7 +106,7 @@ class Operator(Configured, ABC):
             TypeError: If an argument is of a wrong type.
             ValueError: If there are no pairs or one is ``None``, of another weight, dtype or device, or not finite; if
                 a rank exceeds a side of the weight; if the scalings are not those of one ``alpha``; if weights,
-                ranks, scalings or the round are out of range; if ranks differ where they must not, or clients
+                ranks, scalings or the round are out of range; if ranks differ although they must be equal, or clients
                 have different values of a factor that was not trained.
         """
         inputs = LayerInputs(pairs, weights, ranks, scalings, round, seed, previous)

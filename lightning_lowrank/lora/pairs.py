@@ -29,7 +29,7 @@ class LowRankPair:
     Attributes:
         B: The left factor, ``[m, rank]``.
         A: The right factor, ``[rank, n]``, of the same dtype and device.
-        scaling: What the product is multiplied with, positive: LoRA's ``alpha / rank``. Default: 1.
+        scaling: The factor of the product, positive: LoRA's ``alpha / rank``. Default: 1.
 
     Raises:
         TypeError: If a factor is not a tensor of floating-point numbers, or the scaling is not a number.

@@ -74,7 +74,7 @@ class LayerRanks:
             return self._capacities.level(client)
         return self._given.rank(client.id, self._largest) / self._largest
 
-    def stays(self, client: ClientInfo) -> bool:
+    def is_fixed(self, client: ClientInfo) -> bool:
         """Whether a client has the same level in every round."""
         return bool(self._given) or self._capacities.always(client, self.level(client))
 
@@ -93,7 +93,7 @@ class LayerRanks:
         """The scalings of all layers for clients of a level."""
         return tuple(self.scaling(adapter, level) for adapter in self.adapters.layers.values())
 
-    def smaller(self, clients: int) -> dict[str, float]:
+    def smaller_levels(self, clients: int) -> dict[str, float]:
         """The levels below 1 among the first ``clients`` clients, by name."""
         if not self._given:
             return {f"{level:g}": level for level in self.levels if level < 1}
@@ -112,7 +112,7 @@ class LayerRanks:
         """The slots of a factor that clients of a level have."""
         return adapter.slots(name, value, self.rank(adapter, level))
 
-    def started_from(
+    def initial_pairs(
         self, known: Mapping[str, Tensor], level: float, absorbing: Collection[Name]
     ) -> dict[str, LowRankPair]:
         """The pairs from which a client of a level starts, by layer, given the full values ``known``."""
@@ -143,7 +143,7 @@ class LayerRanks:
             return 0
         return max((each.rank for each in found.values()), default=0)
 
-    def state(self, client: int, rank: int) -> None:
+    def set_rank(self, client: int, rank: int) -> None:
         """Set the rank that a client's site chose.
 
         Raises:

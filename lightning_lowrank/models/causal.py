@@ -14,7 +14,7 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import Tensor, nn
 from torchmetrics import MeanMetric
 
-from lightning_lowrank.arguments import listed
+from lightning_lowrank.arguments import join_names
 from lightning_lowrank.configuration import check_integer
 from lightning_lowrank.data.tokenized import IGNORED
 from lightning_lowrank.models.pretrained import head_seed, load_pretrained
@@ -90,7 +90,7 @@ class CausalLM(LightningModule):
             dtype,
         )
         if not isinstance(model, (str, Mapping)):
-            # In this local variable for save_hyperparameters(), which reads it.
+            # save_hyperparameters() reads this local variable.
             model = None if isinstance(model, nn.Module) else model.to_dict()
         self.save_hyperparameters(ignore=["optimizer", "scheduler"])
         if gradient_checkpointing:
@@ -229,7 +229,9 @@ def _windows(network: Any, tokens: int) -> dict[str, int | None]:
         kinds = [kind for kind, size in sizes.items() if size is not None] or ["full_attention"]
     other = sorted(set(kinds) - sizes.keys())
     if other or getattr(network, "_is_stateful", False):
-        raise _not_packed(f"{config.model_type!r} has {listed(other) or 'recurrent'} layers, which take no such mask")
+        raise _not_packed(
+            f"{config.model_type!r} has {join_names(other) or 'recurrent'} layers, which take no such mask"
+        )
     windows = {
         kind: size if size is not None and size < tokens else None for kind, size in sizes.items() if kind in kinds
     }

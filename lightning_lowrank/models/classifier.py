@@ -38,7 +38,7 @@ class Classifier(LightningModule):
         label_smoothing: Share of the training targets' weight that is spread over all classes, 0 to 1. The
             validation and test losses are not smoothed.
         no_weight_decay: Patterns of parameters that the optimizer's weight decay leaves alone, matched against names
-            and any run of a name's parts: ``["factors"]`` where `LowRank` decays their product.
+            and any run of a name's parts: ``["factors"]`` if `LowRank` decays their product.
 
     Raises:
         MisconfigurationException: If the number of classes is neither given nor found, or an argument is out of range.

@@ -22,8 +22,8 @@ def load_pretrained(
         auto_class: Name of the class of transformers that loads it, such as ``AutoModelForCausalLM``.
         model: Name on the hub, local folder, or a configuration: transformers' own, or a dictionary with
             ``model_type``. A configuration gives random weights. A module is returned as it is.
-        user: What needs it, for messages.
-        purpose: What it is loaded as, for messages.
+        user: The class that needs the model, for messages.
+        purpose: The model's purpose, for messages.
         seed: Seed of the weights that ``model`` does not hold.
         dtype: Type of the weights: ``"auto"`` for the one that they are stored in (float32 for random weights, unless
             the configuration says another), or a name of torch's, such as ``"bfloat16"``.

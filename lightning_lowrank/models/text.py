@@ -24,10 +24,10 @@ class TextClassifier(Classifier):
     """Trains a pretrained transformer of Hugging Face to classify texts, or pairs of texts, with cross-entropy.
 
     A batch is a dictionary of the model's inputs (``input_ids``, ``attention_mask``, for pairs ``token_type_ids``) and
-    ``labels``, class indices, as `TextClassification` gives it. ``predict`` also takes inputs without ``labels``. What
-    is logged is what `Classifier` logs: ``train_loss``; ``val_loss`` and ``val_acc``; ``test_loss`` and ``test_acc``.
-    A ``task`` of GLUE adds its own metrics, each under ``val_`` and ``test_``: ``f1`` (class 1 of MRPC and QQP), and
-    ``mcc`` (Matthews' correlation, CoLA).
+    ``labels``, class indices, as `TextClassification` gives it. ``predict`` also takes inputs without ``labels``. The
+    logged figures are those of `Classifier`: ``train_loss``; ``val_loss`` and ``val_acc``; ``test_loss`` and
+    ``test_acc``. A ``task`` of GLUE adds its own metrics, each under ``val_`` and ``test_``: ``f1`` (class 1 of MRPC
+    and QQP), and ``mcc`` (Matthews' correlation, CoLA).
 
     With ``num_labels=1`` it predicts a number for each text. Then the loss is the mean squared error, ``pearson`` and
     ``spearman`` are logged in place of ``acc``, and ``predict`` returns ``values``.
@@ -106,7 +106,7 @@ class TextClassifier(Classifier):
             **({"num_labels": num_labels} if isinstance(model, str) else {}),
         )
         if not isinstance(model, (str, Mapping)):
-            # In this local variable for save_hyperparameters(), which reads it.
+            # save_hyperparameters() reads this local variable.
             model = None if isinstance(model, nn.Module) else model.to_dict()
         own = getattr(getattr(network, "config", None), "num_labels", num_labels)
         if own != num_labels:

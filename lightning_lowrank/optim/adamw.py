@@ -40,11 +40,11 @@ class ProjectedAdamW(ProjectedOptimizer):
         refresh_interval: Steps from one subspace to the next, at least 1; ``None`` for new subspaces on
             :meth:`refresh` only. By default 200, as in GaLore.
         moments: How a refresh changes the moments. ``"rotate"`` (default): with ``Q = P_oldᵀ P_new``,
-            ``m̂ ← m̂ Q`` and ``v̂ ← (v̂ − m̂²)(Q∘Q) + (m̂ Q)²``, what the coefficients' means and variances are in the
-            new basis if they are independent (LDAdam, Robert et al. 2024); the variance ``v̂ − m̂²`` is taken as 0
-            where its estimate is negative, so ``|m̂| ≤ √v̂`` afterwards. ``"zero"``: both moments and the count of
-            steps start again from zero, so that the bias correction is right. ``"keep"``: the coefficients stay and
-            apply to other directions, as in GaLore.
+            ``m̂ ← m̂ Q`` and ``v̂ ← (v̂ − m̂²)(Q∘Q) + (m̂ Q)²``, the coefficients' means and variances in the new basis
+            if they are independent (LDAdam, Robert et al. 2024); the variance ``v̂ − m̂²`` is taken as 0 if its
+            estimate is negative, so ``|m̂| ≤ √v̂`` afterwards. ``"zero"``: both moments and the count of steps start
+            again from zero, so that the bias correction is right. ``"keep"``: the coefficients stay and apply to other
+            directions, as in GaLore.
         seed: Seed of the random subspaces. Default: 0.
         maximize: Whether to go up the gradient. Off by default.
         foreach: Whether torch's multi-tensor implementation does the arithmetic on the moments. By default

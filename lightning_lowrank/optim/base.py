@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.optim.optimizer import Optimizer, ParamsT
 
-from lightning_lowrank.arguments import check_choice, check_integer, check_number, plain
+from lightning_lowrank.arguments import check_choice, check_integer, check_number, to_plain
 from lightning_lowrank.optim.deferred import CHANGE, Deferred
 from lightning_lowrank.optim.orthonormal import haar_basis
 from lightning_lowrank.seeding import generator
@@ -37,7 +37,7 @@ class ProjectedOptimizer(Optimizer, ABC):
     - ``refresh_number``: the number of its subspaces' draw from the stream of its ``seed``;
     - ``steps_since_refresh``;
     - ``subspaces``: for each parameter the seed and the number of the subspace in which its moments are, and whether
-      it is due for a new one; ``None`` where the parameter has not had a step;
+      it is due for a new one; ``None`` if the parameter has not had a step;
     - ``stacked``: true while the parameters are stacks of clients.
     """
 
@@ -71,7 +71,7 @@ class ProjectedOptimizer(Optimizer, ABC):
         if isinstance(param_group, Mapping):
             self._check_options({**self.defaults, **param_group})
         super().add_param_group(param_group)
-        param_group.update({name: plain(value) for name, value in param_group.items() if name != "params"})
+        param_group.update({name: to_plain(value) for name, value in param_group.items() if name != "params"})
         parameters = param_group["params"]
         if any(torch.is_complex(parameter) for parameter in parameters):
             self.param_groups.pop()
@@ -151,7 +151,7 @@ class ProjectedOptimizer(Optimizer, ABC):
         """Add the changes of deferred steps to the weights.
 
         Args:
-            first: Where parameters are stacks, the first client whose weights get theirs.
+            first: If parameters are stacks, the first client whose weights get theirs.
         """
         index = -1
         for group in self.param_groups:
@@ -182,8 +182,8 @@ class ProjectedOptimizer(Optimizer, ABC):
         gradient, known[1].change.grad = known[1].change.grad, None
         if parameter.grad is not None:
             raise RuntimeError(
-                "a weight whose steps are deferred has a gradient of its own: something has computed with it, and not"
-                " with its change."
+                "a weight whose steps are deferred has a gradient of its own: the training step used it without its"
+                " deferred change."
             )
         return gradient
 
@@ -251,7 +251,7 @@ class ProjectedOptimizer(Optimizer, ABC):
 
         Returns:
             ``P`` of shape ``[in, rank]``, with the parameter's dtype and device (it is used by the next
-            steps: copy it before changing it), or ``None`` where the parameter is not projected. For a stacked
+            steps: copy it before changing it), or ``None`` if the parameter is not projected. For a stacked
             parameter, a random ``P`` is that of all clients, and one from the gradients is
             ``[clients, in, rank]``.
 

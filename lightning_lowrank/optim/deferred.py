@@ -92,7 +92,7 @@ class DeferredWeights:
         Raises:
             NotImplementedError: If it writes into a weight, or differentiates by one.
         """
-        if not self._found or _is_of_its_form(function):
+        if not self._found or _reads_metadata_only(function):
             return arguments, keywords
         into = [
             *(arguments[:1] if changes_in_place(function, keywords) else ()),
@@ -131,13 +131,13 @@ class DeferredWeights:
 
 def _refused(function: Any) -> NotImplementedError:
     return NotImplementedError(
-        f"{getattr(function, '__name__', function)} is called for a weight whose steps in a subspace are kept apart"
-        " from it while clients step together"
+        f"{getattr(function, '__name__', function)} is called with a weight whose steps are deferred while clients"
+        " step together"
     )
 
 
-def _is_of_its_form(function: Any) -> bool:
-    """Whether a function reads only a tensor's metadata, such as shape or dtype."""
+def _reads_metadata_only(function: Any) -> bool:
+    """Whether a torch function reads only a tensor's metadata, such as shape or dtype."""
     name = getattr(function, "__name__", "")
     if name == "__get__":
         name = getattr(getattr(function, "__self__", None), "__name__", "")

@@ -98,8 +98,8 @@ def projected_parameter_groups(
     projected = [parameter for parameter, own in suitable.items() if chosen(own)]
     if not projected:
         raise ValueError(
-            "no parameter is left to project: the model needs a trainable one of at least two dimensions outside "
-            "embeddings and normalisation layers that include and exclude leave."
+            "no parameter can be projected: the model needs a trainable parameter of at least two dimensions, outside"
+            " embeddings and normalisation layers, that include and exclude select."
         )
     rest = [parameter for parameter in names if parameter not in set(projected)]
     undecayed = [parameter for parameter in rest if no_decay and parameter.ndim < 2]

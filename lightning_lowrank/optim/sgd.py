@@ -32,8 +32,8 @@ class ProjectedSGD(ProjectedOptimizer):
     so the momentum takes exactly ``rank / in`` of what torch's takes, and between two refreshes the change of
     ``W`` stays in the span of ``P``: weight decay is inside the projection for that reason.
 
-    A parameter of two or more dimensions is the matrix ``parameter.flatten(1)``. Where ``rank`` is at least
-    its number of columns, where it has fewer dimensions (biases, norms), and in groups with ``rank=None``,
+    A parameter of two or more dimensions is the matrix ``parameter.flatten(1)``. If ``rank`` is at least
+    its number of columns, if it has fewer dimensions (biases, norms), and in groups with ``rank=None``,
     the step is that of :class:`torch.optim.SGD`, bit for bit.
 
     A random ``P`` is not part of the state: it is drawn again from ``seed``, the parameter's place among the
@@ -57,7 +57,7 @@ class ProjectedSGD(ProjectedOptimizer):
             this is the default.
         subspace: ``"random"`` (default): ``P`` is uniformly distributed (Haar; QR of a Gaussian with the signs
             corrected), the same on every device. ``"gradient"``: the leading right singular vectors of the
-            gradient of the step at which it is made, completed at random where the gradient's rank is
+            gradient of the step at which it is made, completed at random if the gradient's rank is
             smaller (GaLore, Zhao et al. 2024); this ``P`` is in the state as ``"projection"``.
         refresh_interval: Steps from one subspace to the next, at least 1; ``None`` for new subspaces on
             :meth:`refresh` only. By default 200, as in GaLore.

@@ -40,7 +40,7 @@ def check_aggregator(
 
     Args:
         aggregator: The aggregator to check, without arrivals. One arrival has to be enough for it.
-        byzantine: How many of the arrivals it withstands. Default 0: what wild arrivals do is not checked.
+        byzantine: How many of the arrivals it withstands. Default 0: the effect of arbitrary arrivals is not checked.
         arrivals: How many arrivals it is checked with, 3 or more.
         weighted: Whether the arrivals' weights count. Otherwise they must make no difference.
         draws: Whether it draws, so that another seed gives another result. Otherwise every seed gives the same.
@@ -137,7 +137,7 @@ class _Check:
         for name, value in self.sent[0].items():
             form = [(each.dtype, each.shape, each.device.type) for each in (found[name], value)]
             require(form[0] == form[1], f"returns {name} as {form[0]} for arrivals of {form[1]}")
-        require(_same(rule.result(), found), "returns something else when it is asked again")
+        require(_same(rule.result(), found), "returns another result when called again")
         for value in found.values():
             value.zero_()
         require(not _same(rule.result(), found), "returns tensors that its arrivals share")
@@ -163,7 +163,7 @@ class _Check:
         rule = self.aggregator.fresh()
         rule.add_stacks(stacks, self.weights_of)
         rule.prepare({}, 0)
-        require(_close(rule.result(), expected), "makes something else of arrivals that come in stacks")
+        require(_close(rule.result(), expected), "gives another result for stacked arrivals")
         try:
             rule.add({"other": torch.zeros(1, device=self.device)}, 1.0)
         except KeyError:

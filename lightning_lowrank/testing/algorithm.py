@@ -78,7 +78,7 @@ def check_algorithm(
 
     - ``"learns"``: the global model learns, or clients' own models do.
     - ``"plain"``: with one client that has all samples, a round is an epoch of plain training, if that is expected.
-      Where it does not, the two must differ.
+      If it does not, the two must differ.
     - ``"identical"``: two clients with the same samples end where one does, if that is expected.
     - ``"seed"``: the seed decides all draws. The process's own generators and the order in which clients are named
       change nothing, and another seed gives other weights.
@@ -97,7 +97,7 @@ def check_algorithm(
 
     Args:
         make: Makes the method: a class, or a function without arguments. Called for each run.
-        expected: What is expected of the method beside that. Default: all that federated averaging does.
+        expected: Further promises of the method. Default: all that federated averaging does.
         module: Makes the module, given the layer of normalization to use: ``nn.BatchNorm1d`` in the part
             ``"precision"``, elsewhere one without statistics. It classifies batches of inputs ``[batch, 6]`` and
             labels below 4; its ``forward`` returns the logits, its ``validation_step`` logs ``"val_acc"`` and
@@ -107,7 +107,7 @@ def check_algorithm(
         parts: Names of the parts to check. Default: all, see `PARTS`.
 
     Raises:
-        AssertionError: If the method breaks the contract. The message names the method, the part, and what is wrong.
+        AssertionError: If the method breaks the contract. The message names the method, the part, and the fault.
         MisconfigurationException: If the method refuses the module.
         ValueError: If ``parts`` names none of `PARTS`.
 

@@ -43,7 +43,7 @@ def check_codec(codec: Codec, messages: Mapping[str, Mapping[str, Tensor]] | Non
         draws: How many seeds the check of unbiasedness takes. Default 200.
 
     Raises:
-        AssertionError: If the codec breaks the contract. The error names the message and what is wrong.
+        AssertionError: If the codec breaks the contract. The error names the message and the fault.
 
     Example:
         >>> from lightning_lowrank.compression import Half

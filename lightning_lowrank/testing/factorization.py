@@ -50,7 +50,7 @@ def check_factorization(
       the highest rank;
     - ranks grow with the ratio, hold the share that was asked for, and are found again by ``ratio_for_rank`` and
       ``lower_rank``;
-    - ``multiply``, ``stages`` and ``inner``, where there are such forms, equal the composed weight;
+    - ``multiply``, ``stages`` and ``inner``, if there are such forms, equal the composed weight;
     - an update starts at zero with factors that can train;
     - a layer (linear for two dimensions, convolutions for four) computes the same densely and contracted, draws
       the same factors from the same seed, folds, merges and becomes dense again;

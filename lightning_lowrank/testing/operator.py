@@ -32,11 +32,11 @@ def check_operator(
 
     Clients receive pairs of the ranks and scalings that are asked for, in their dtype and on their device. One client
     gets its own product back, and so does a client that has all the weight. Only the proportions of the weights
-    matter, and the order of the clients does not. The seed alone decides what is drawn: runs repeat bit for bit, and
+    matter, and the order of the clients does not. The draws depend on the seed alone: runs repeat bit for bit, and
     the global generators are left alone. Inputs are neither changed nor shared. No matrix of the weight's size is built
-    where the factors are narrow. The operator's declarations are true: which factors are trained and
+    if the factors are narrow. The operator's declarations are true: which factors are trained and
     cross the wire, whether the base weight changes, whether pairs are common or drawn again. Different ranks are
-    aggregated where ``mixed_ranks`` is true and refused where it is false. A round can follow on a round.
+    aggregated if ``mixed_ranks`` is true and refused if it is false. A round can follow on a round.
 
     Args:
         operator: The operator to check.
@@ -280,7 +280,7 @@ class _Check:
             unchanged = all(
                 torch.equal(pair.B, B) and torch.equal(pair.A, A) for pair, (B, A) in zip(pairs, before, strict=True)
             )
-            require(unchanged and weights.tolist() == list(_WEIGHTS), "it changes what it is given")
+            require(unchanged and weights.tolist() == list(_WEIGHTS), "it changes its inputs")
 
     def size(self) -> None:
         pairs = self.clients([2] * 4, shape=_WIDE)

@@ -156,8 +156,8 @@ class _Check:
         except Exception as error:
             given = [name for name in ("labels", "keys") if arguments.get(name) is not None]
             raise AssertionError(
-                f"fails with {error!r} (given: {', '.join(given) or 'neither labels nor keys'}). Labels are there only"
-                " where needs_labels is true"
+                f"fails with {error!r} (given: {', '.join(given) or 'neither labels nor keys'}). Labels are given only"
+                " if needs_labels is true"
             ) from error
 
     def _check_refused(self, what: str, dataset: Any, **arguments: Any) -> None:

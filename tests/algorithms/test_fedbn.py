@@ -148,7 +148,7 @@ def test_refusals(tmp_path):
     with pytest.raises(MisconfigurationException, match=r"layers.*'all'.*'layer'"):
         FedBN("layer")
     for patterns in ("net", []):
-        with pytest.raises(MisconfigurationException, match="patterns must be a list of one name or more"):
+        with pytest.raises(MisconfigurationException, match="patterns must be a list of at least one name"):
             FedPer(patterns)
     with pytest.raises(MisconfigurationException, match=r"FedPer.*patterns.*'net\.7'"):
         federated(tmp_path, FedPer(["net.0", "net.7"]))

@@ -219,7 +219,7 @@ def test_a_layer_that_was_added_between_two_fits_is_named(tmp_path):
     module = Module()
     LowRank(MatrixProduct(), rank=2, summary=False).convert(module)
     module.head = nn.Linear(16, 16)
-    with pytest.warns(UserWarning, match="head came into Module after"):
+    with pytest.warns(UserWarning, match="head was added to Module after"):
         LowRank(MatrixProduct(), rank=2, summary=False).setup(trainer(tmp_path), module, "fit")
 
 

@@ -279,7 +279,7 @@ def test_a_top_level_scheduler_acts(run):
 
 @pytest.mark.nightly
 def test_a_top_level_optimizer_takes_a_modules_own_place_with_a_warning(run):
-    with pytest.warns(UserWarning, match=r"takes the place of Classifier\.configure_optimizers"):
+    with pytest.warns(UserWarning, match=r"replaces Classifier\.configure_optimizers"):
         done = run("fit", "--config", "base.yaml", "--optimizer", "Adam", "--optimizer.lr", "0.001")
     assert isinstance(done.trainer.optimizers[0], torch.optim.Adam)
 
@@ -662,7 +662,7 @@ FLOOR = ("--lowrank.rank", "null", "--lowrank.budget", "0.001")
         (("--trainer.strategy", "abacus"), ["trainer.strategy='abacus'", "client_parallel"]),
         (("--trainer.devices", "abacus"), ["trainer.devices='abacus'"]),
         (("--config", "nowhere.yaml"), ["nowhere.yaml"]),
-        (("--ckpt_path", "nowhere.ckpt"), ["ckpt_path='nowhere.ckpt' is not there"]),
+        (("--ckpt_path", "nowhere.ckpt"), ["ckpt_path='nowhere.ckpt' does not exist"]),
         (("--seeds", "1", "2", "--seed_everything", "3"), ["--seed_everything is given in addition to seeds=[1, 2]"]),
         (("--seed_everything=3", "--seeds", "1", "2"), ["--seed_everything is given in addition to seeds=[1, 2]"]),
         (("--seeds", "1", "--seed_every", "3"), ["--seed_everything is given in addition to seeds=[1]"]),

@@ -159,7 +159,7 @@ def test_files_that_no_report_wrote_are_not_replaced(tmp_path, name):
     write_run(tmp_path / "runs" / "a", rows_of([0.5], 1, 1))
     (tmp_path / "out").mkdir()
     (tmp_path / "out" / name).write_text("own")
-    with pytest.raises(MisconfigurationException, match=rf"{name}.*{tmp_path / 'out'}"):
+    with pytest.raises(MisconfigurationException, match=rf"{tmp_path / 'out'}.*{name}"):
         make_report([tmp_path / "runs"], tmp_path / "out")
     assert [file.read_text() for file in (tmp_path / "out").iterdir()] == ["own"]
 

@@ -225,7 +225,7 @@ def forge(parts):
         (b'{"float32":{"a":[-1]}}', "shape of tensor 'a'"),
         (b'{"float32":{"a":4}}', "shape of tensor 'a'"),
         (b'{"float32":{"a":[1.0]}}', "shape of tensor 'a'"),
-        (b'{"float32":{"a":[0,%d]}}' % 10**30, "beyond any tensor"),
+        (b'{"float32":{"a":[0,%d]}}' % 10**30, "larger than any tensor"),
         (b'{"float32":{"a":[%d]}}' % 10**15, "length"),
         (b'{"float64":{"a":[%d,1024]}}' % 2**40, "length"),
         (b'{"float32":{"a":[1]},"int64":{"a":[1]}}', "'a' twice"),
@@ -289,7 +289,7 @@ def test_split_refuses_what_came_the_other_way():
     tensors = {"a": draw(3), "b": draw(3)}
     data = Split(["a"], Half(), Half()).encode(tensors)
     for names, astray in ((["b"], "a"), ([], "a"), (["a", "b"], "b")):
-        with pytest.raises(DecodingError, match=f"'{astray}' came through the wrong one"):
+        with pytest.raises(DecodingError, match=f"'{astray}' was encoded by the wrong one"):
             Split(names, Half(), Half()).decode(data)
     with pytest.raises(DecodingError, match="should end at byte"):
         Split(["a"], Half(), Half()).decode((2**63).to_bytes(8, "little") + data[8:])

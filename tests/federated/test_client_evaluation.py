@@ -652,7 +652,7 @@ class Twice(DataLoader):
         (DataLoader(Stream()), "one of Stream, an IterableDataset"),
         (DataLoader(blobs(4), batch_size=None), "batch_size=None"),
         (DataLoader(blobs(4), sampler=SubsetRandomSampler([1, 2])), "draws with SubsetRandomSampler"),
-        (Twice(blobs(4)), "Twice iterates in its own way"),
+        (Twice(blobs(4)), "Twice has its own __iter__"),
     ],
 )
 def test_loaders_that_cannot_be_read_by_index_are_refused(loader, message):

@@ -16,7 +16,7 @@ from lightning_lowrank import SCAFFOLD, FedAvg, FederatedLoop, FromIndices, Half
 from lightning_lowrank.aggregation import WeightedMean
 from lightning_lowrank.federated import Algorithm
 from lightning_lowrank.federated.client_states import flatten_state
-from lightning_lowrank.federated.failures import described
+from lightning_lowrank.federated.failures import describe_error
 from lightning_lowrank.federated.protocols import UnequalClients, inherits
 from tests.algorithms.methods import LOW_RANK, METHODS, each_method
 from tests.grids import daily, nightly_except
@@ -49,7 +49,7 @@ def run(tmp_path, module=None, algorithm=None, data=None, callbacks=(), before=(
     with warnings.catch_warnings(record=True) as told:
         warnings.simplefilter("always")
         fitted.fit(module, data or Data(TensorDataset(*(t[:75] for t in blobs().tensors))), **(fit or {}))
-    said = [str(each.message) for each in told if "goes on without" in str(each.message)]
+    said = [str(each.message) for each in told if "continues without" in str(each.message)]
     return module, loop, figures.rounds, said
 
 
@@ -77,7 +77,7 @@ def assert_left_out(failed, expected, tolerance=0.0):
     assert logged["federated/samples"] == expected[2][ROUND]["federated/samples"]
     assert logged["comm/up_bytes"] == expected[2][ROUND]["comm/up_bytes"]
     (said,) = failed[3]
-    assert f"round {ROUND} goes on without client {BAD}: " in said
+    assert f"round {ROUND} continues without client {BAD}: " in said
 
 
 class Poisoned(Module):
@@ -425,7 +425,7 @@ def test_a_fault_of_all_clients_is_said_once(tmp_path, execution, on_client_erro
 def test_an_error_of_torch_is_placed_at_the_users_line():
     with pytest.raises(RuntimeError) as caught:
         nn.Linear(2, 3)(torch.ones(1, 5))
-    assert f"({Path(__file__).name}:" in described(caught.value)
+    assert f"({Path(__file__).name}:" in describe_error(caught.value)
 
 
 def test_clients_that_fail_alike_are_warned_of_together(tmp_path):

@@ -531,7 +531,7 @@ def test_what_cannot_be_told_apart_is_said(tmp_path):
     run(tmp_path, {"weighting": lambda client: 1.0})
     loop = FederatedLoop(FedAvg(), weighting=lambda client: 2.0, **COMMON)
     again = trainer(tmp_path, loop, max_epochs=2)
-    with pytest.warns(UserWarning, match="weighting: whether the checkpoint's run had the same function"):
+    with pytest.warns(UserWarning, match="weighting: it is unknown whether the checkpoint's run had the same function"):
         again.fit(Module(optimizer=SGD), Data(), ckpt_path=tmp_path / "epoch=0.ckpt")
 
 

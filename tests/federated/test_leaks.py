@@ -554,7 +554,7 @@ def test_nothing_is_said_of_what_no_client_leaves():
 
 def test_what_optimizers_keep_is_named_where_clients_step_together(monkeypatch):
     monkeypatch.setattr(client_optimizers, "_ELEMENTWISE", [*client_optimizers._ELEMENTWISE, Counted])
-    with pytest.warns(UserWarning, match=r"beside its state: Counted\.steps"):
+    with pytest.warns(UserWarning, match=r"outside of its state: Counted\.steps"):
         federated(WithCounted, execution="vectorized")
 
 

@@ -180,7 +180,9 @@ class OddSteps(Module):
 )
 def test_manual_steps_that_nothing_sees_are_refused(tmp_path, callbacks, acting):
     fit(trainer(tmp_path, *callbacks(), max_epochs=1), OddSteps(use_pl_optimizer=True), Data())
-    with pytest.raises(MisconfigurationException, match=rf"step\(\) of SGD itself.* {acting}.* what self\.optimizers"):
+    with pytest.raises(
+        MisconfigurationException, match=rf"step\(\) of SGD itself.* {acting}.* optimizers that self\.optimizers"
+    ):
         fit(trainer(tmp_path, *callbacks(), max_epochs=1), OddSteps(use_pl_optimizer=False), Data())
     # Averaging has no part in steps.
     fit(trainer(tmp_path, loop(), max_epochs=1), OddSteps(use_pl_optimizer=False), Data())

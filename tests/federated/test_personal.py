@@ -355,21 +355,21 @@ def test_there_are_no_figures_of_weights_that_the_last_round_did_not_leave(tmp_p
     figure = "personal/test_loss" if share else "test_loss/0.5"
     last, early = (str(tmp_path / f"epoch={epoch}.ckpt") for epoch in (2, 0))
     with warnings.catch_warnings():
-        warnings.filterwarnings("error", message=".*are not judged")
+        warnings.filterwarnings("error", message=".*are not evaluated")
         fitted.test(module, Data(), verbose=False)
         assert figure in fitted.callback_metrics
         fitted.test(module, Data(), verbose=False, ckpt_path=last)
         assert figure in fitted.callback_metrics
     of_another_kind = Module(torch.nn.Sequential(torch.nn.Flatten(), network()))
     for other, path in ((module, early), (Module(), None), (of_another_kind, None)):
-        with pytest.warns(UserWarning, match=r"Module holds other weights than the last round left.* are not judged"):
+        with pytest.warns(UserWarning, match=r"Module does not hold the weights of the last round.* are not evaluated"):
             fitted.test(other, Data(), verbose=False, ckpt_path=path)
         assert figure not in fitted.callback_metrics
-        with pytest.warns(UserWarning, match="are not judged"):
+        with pytest.warns(UserWarning, match="are not evaluated"):
             fitted.validate(other, Data(), verbose=False)
     if share:
         loop = FederatedLoop(algorithm(), personal_test=share, clients=2, summary=False)
-        with pytest.warns(UserWarning, match=r"no round was made with this FederatedLoop.* are not judged"):
+        with pytest.warns(UserWarning, match=r"no round was made with this FederatedLoop.* are not evaluated"):
             trainer(tmp_path, loop).test(Module(), Data(), verbose=False)
 
 
@@ -388,7 +388,7 @@ def test_a_fit_that_judges_no_client_says_so_once(tmp_path, settings, said):
     with warnings.catch_warnings(record=True) as told:
         warnings.simplefilter("always")
         trainer(tmp_path, loop, max_epochs=2, **settings).fit(Module(), Data())
-    assert sum("personal_test=0.2 judges clients' own models where" in str(each.message) for each in told) == said
+    assert sum("personal_test=0.2 evaluates clients' own models if" in str(each.message) for each in told) == said
 
 
 @pytest.mark.slow
@@ -428,7 +428,7 @@ def test_nothing_is_said_of_other_weights_where_only_the_global_model_is_judged(
     saved = ModelCheckpoint(tmp_path, "{epoch}", save_top_k=-1)
     module, _, fitted = run(tmp_path, FedAvg(), None, callbacks=[saved])
     with warnings.catch_warnings():
-        warnings.filterwarnings("error", message=".*are not judged")
+        warnings.filterwarnings("error", message=".*are not evaluated")
         fitted.test(module, Data(), verbose=False, ckpt_path=str(tmp_path / "epoch=0.ckpt"))
 
 

@@ -126,7 +126,7 @@ def test_a_torn_checkpoint_is_named_with_the_newest_whole_one(tmp_path, damage):
         make_run(tmp_path, ckpt_path=path)
     for each in tmp_path.glob("epoch=[01].ckpt"):
         each.unlink()
-    with pytest.raises(MisconfigurationException, match="no whole one beside it"):
+    with pytest.raises(MisconfigurationException, match="no complete one next to it"):
         make_run(tmp_path, ckpt_path=path)
 
 
@@ -164,11 +164,11 @@ def test_a_plugin_of_the_users_stays(tmp_path):
 
 def test_what_is_cleared(tmp_path):
     ended = subprocess.run([sys.executable, "-c", "import os; print(os.getpid())"], capture_output=True, check=True)
-    here = safe_files.place()
+    here = safe_files.process_scope()
     marks = {
         "ended": f"{here}@{int(ended.stdout)}",
-        "of a process before this one": safe_files.mark(),
-        "in use": safe_files.mark(),
+        "of a process before this one": safe_files.owner_mark(),
+        "in use": safe_files.owner_mark(),
         "running": f"{here}@1",
         "elsewhere": "other-1@5",
         "old elsewhere": "other-2@5",

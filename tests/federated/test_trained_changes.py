@@ -202,6 +202,6 @@ def test_what_is_thawed_within_a_round_is_refused(tmp_path):
             self.net[0].requires_grad_(False)
 
     with pytest.raises(
-        MisconfigurationException, match=r"net.0.weight, net.0.bias is trained in a step, and was frozen when"
+        MisconfigurationException, match=r"net.0.weight, net.0.bias is trained in a step but was frozen when"
     ):
         fit(trainer(tmp_path, loop()), Late(), Data())

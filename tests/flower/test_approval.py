@@ -21,7 +21,13 @@ from lightning_lowrank import FromIndices, MatrixProduct, convert, export_adapte
 from lightning_lowrank.cli import main
 from lightning_lowrank.data import Arrays, TextClassification
 from lightning_lowrank.flower import write_project
-from lightning_lowrank.flower.approval import check_reads_nothing, filled, left_to_sites, read_plain, sentences
+from lightning_lowrank.flower.approval import (
+    check_reads_nothing,
+    fill_placeholders,
+    insert_placeholders,
+    read_plain,
+    sentences,
+)
 from lightning_lowrank.flower.audit import AuditLog
 from lightning_lowrank.flower.client import client_app
 from lightning_lowrank.flower.messages import JOIN, LISTEN, TRAIN, pack
@@ -181,8 +187,8 @@ def test_resolve_leaves_to_sites_what_is_theirs(tmp_path):
         assert part in said
     assert "divided by IID()" in sentences({"federated": {"partition": None}})[0]
     with pytest.raises(MisconfigurationException, match="root"):
-        filled(content, {})
-    assert filled(content, {}, str(tmp_path))["data"]["init_args"]["root"] == str(tmp_path)
+        fill_placeholders(content, {})
+    assert fill_placeholders(content, {}, str(tmp_path))["data"]["init_args"]["root"] == str(tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -202,20 +208,20 @@ def test_what_a_site_fills_in_stays_below_its_data_root(tmp_path):
     (tmp_path / "secret.txt").touch()
     (root / "link").symlink_to(tmp_path)
     content = {"train": {"site": "train", "default": "train.csv"}, "model": {"site": "model"}}
-    assert filled(content, {"model": "model"}, str(root)) == {
+    assert fill_placeholders(content, {"model": "model"}, str(root)) == {
         "train": str(root / "train.csv"),
         "model": str(root / "model"),
     }
     for value in ("../secret.txt", str(tmp_path / "secret.txt"), "link/secret.txt", "link", "/etc/passwd"):
         for name in ("train", "model"):
             with pytest.raises(MisconfigurationException, match="data-root"):
-                filled(content, {"model": "model", name: value}, str(root))
+                fill_placeholders(content, {"model": "model", name: value}, str(root))
 
 
 def test_a_file_of_the_author_is_no_default_for_sites(tmp_path):
     (tmp_path / "a.csv").touch()
     own = {}
-    left = left_to_sites({"data": {"train": "a.csv", "validation": "b.csv"}}, own)["data"]
+    left = insert_placeholders({"data": {"train": "a.csv", "validation": "b.csv"}}, own)["data"]
     assert left == {"train": {"site": "train"}, "validation": {"site": "validation", "default": "b.csv"}}
     assert own["train"] == "a.csv"
     check_reads_nothing(left)
@@ -507,7 +513,7 @@ def test_a_study_file_that_was_exchanged_makes_a_new_client(tmp_path, name):
         structure = '["plain", {"__reduce__": "os.system"}]' if "kind" in name else "[" * 10**5
         data = safetensors.torch.save({"0": torch.zeros(1)}, metadata={"structure": structure, "devices": '["cpu"]'})
     file.write_bytes(data)
-    with pytest.warns(UserWarning, match="goes on as a new client"):
+    with pytest.warns(UserWarning, match="continues as a new client"):
         site = Site(write_recipe(tmp_path, SMALL), 0, file)
     assert site.last_broadcast == -1
     assert not (tmp_path / "marker").exists()

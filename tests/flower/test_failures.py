@@ -18,7 +18,7 @@ from lightning_lowrank.cli import main
 from lightning_lowrank.compression import Dense
 from lightning_lowrank.federated import loop
 from lightning_lowrank.flower import remote_rounds
-from lightning_lowrank.flower.approval import filled, read_plain
+from lightning_lowrank.flower.approval import fill_placeholders, read_plain
 from lightning_lowrank.flower.client import client_app
 from lightning_lowrank.flower.recipe import build, check_optimizers
 from lightning_lowrank.flower.remote_rounds import RemoteRounds
@@ -95,7 +95,7 @@ def test_bad_payloads_are_refused_and_the_rounds_go_on(tmp_path, monkeypatch):
     assert served.callback_metrics["federated/failed"] == 1
     refused = [line for line in told if "without the site of client 1: it sent a bad payload" in line]
     for said, line in zip(
-        ("safetensors", "safetensors", "at most", "shape", "not finite", "nothing came"), refused, strict=True
+        ("safetensors", "safetensors", "at most", "shape", "not finite", "nothing was received"), refused, strict=True
     ):
         assert said in line
     assert all(value.isfinite().all() for value in served.lightning_module.state_dict().values())
@@ -231,7 +231,7 @@ def test_sites_that_are_something_else_are_refused(tmp_path, monkeypatch):
     other = fast(tmp_path, {"seed_everything": 4}, "other.yaml")
     cases = [
         ({"partition_id": 0}, other, "client 0: it runs another recipe"),
-        ({}, recipe, "does not say which client it is"),
+        ({}, recipe, "has no client number"),
         ({"partition_id": 3}, recipe, "partition-id=3, and the recipe has 3 clients"),
         ({"partition_id": 0, "num_partitions": 5}, recipe, "num-partitions=5 .* has 3 clients"),
         ({"partition_id": 0, "own_data": "false"}, recipe, "like own-data=true, got 'false'"),
@@ -360,7 +360,7 @@ def test_the_command_writes_a_project(tmp_path, monkeypatch, capsys):
     assert build_fab_from_disk(folder)
     content = read_plain((folder / "recipe.yaml").read_bytes(), "it")
     own = read_plain((folder / "server.yaml").read_bytes(), "it")
-    built = build(filled(content, own["site"]))
+    built = build(fill_placeholders(content, own["site"]))
     assert built.trainer.max_epochs == 7
     assert type(built.loop.algorithm) is algorithms.FedMUD
     # The whole recipe, written out, is the same recipe.

@@ -68,7 +68,7 @@ def test_a_torn_file_is_put_aside_and_told(tmp_path):
     assert Site("recipe.yaml", 0, file)._kept.secret == secret
     for torn in (b"", whole[:50], whole[:-1], b"\xff" * len(whole), whole.replace(b"followed", b"fallowed")):
         file.write_bytes(torn)
-        with pytest.warns(UserWarning, match="cannot be read .* goes on as a new client"):
+        with pytest.warns(UserWarning, match="cannot be read .* continues as a new client"):
             new = Site("recipe.yaml", 0, file)
         assert (new.last_broadcast, file.exists()) == (-1, False)
         assert file.with_suffix(".damaged").read_bytes() == torn
@@ -291,7 +291,7 @@ def test_a_site_without_its_file_goes_on_as_a_new_one(tmp_path, monkeypatch, nam
         grid.before = before
 
     served, _ = run_on_sites(recipe, tmp_path, fresh=True, prepare=prepare)
-    assert any("lost what it kept" in line and "client 1" in line for line in told)
+    assert any("lost its state" in line and "client 1" in line for line in told)
     # It misses the round in which it says so, and takes part in the next one.
     assert forgotten == [(2, 1)]
     assert served.callback_metrics["federated/clients"] == 3

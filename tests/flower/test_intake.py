@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from lightning_lowrank.compression import DecodingError, Dense
-from lightning_lowrank.flower.intake import Intake, believed
+from lightning_lowrank.flower.intake import Intake, limit_claims
 from lightning_lowrank.flower.members import Members
 from lightning_lowrank.flower.messages import pack
 from tests.algorithms.methods import METHODS, each_method
@@ -205,13 +205,13 @@ def test_norms_need_not_be_compared(target):
 
 
 def test_claimed_counts_decide_nothing():
-    assert believed([50, 40, 30], 10) == [50, 40, 30]
-    assert believed([2**62, 40, 30], 10) == [40, 40, 30]
-    assert believed([0, 40, 30, 299], 10) == [0, 40, 30, 299]
-    assert believed([0, 0, 5], 10) == [0, 0, 5]
-    assert believed([], 10) == []
+    assert limit_claims([50, 40, 30], 10) == [50, 40, 30]
+    assert limit_claims([2**62, 40, 30], 10) == [40, 40, 30]
+    assert limit_claims([0, 40, 30, 299], 10) == [0, 40, 30, 299]
+    assert limit_claims([0, 0, 5], 10) == [0, 0, 5]
+    assert limit_claims([], 10) == []
     # One of two may be either; a larger one is not believed more than the bound.
-    assert believed([1, 1, 1, 2**62, 2**62], 10) == [1, 1, 1, 1, 1]
+    assert limit_claims([1, 1, 1, 2**62, 2**62], 10) == [1, 1, 1, 1, 1]
 
 
 MINE = {"recipe": "r", "layout": "l", "frozen": [1.0]}

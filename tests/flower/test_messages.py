@@ -124,7 +124,7 @@ def test_what_the_method_would_send_is_taken(codec):
         ({**TENSORS, "bias": torch.zeros(5).double()}, r"'bias'.*torch\.float64"),
         ({**TENSORS, "bias": torch.tensor([0.0, 1.0, float("nan"), 0.0, 0.0])}, "'bias'"),
         ({**TENSORS, "weight": torch.full((12, 7), float("inf"))}, "'weight'"),
-        ({**TENSORS, "more": torch.zeros(50_000)}, "bytes came, and what is expected here has at most"),
+        ({**TENSORS, "more": torch.zeros(50_000)}, "bytes were received, but the expected message has at most"),
     ],
 )
 def test_other_tensors_are_refused_by_name(tensors, said):
@@ -136,7 +136,7 @@ def test_nothing_is_taken_where_nothing_is_sent():
     assert read_upload(b"", Schema({}), receive) == {}
     with pytest.raises(DecodingError, match="sends nothing"):
         read_upload(b"x", Schema({}), receive)
-    with pytest.raises(DecodingError, match="nothing came"):
+    with pytest.raises(DecodingError, match="nothing was received"):
         read_upload(b"", Schema.of(TENSORS), receive)
 
 
@@ -152,9 +152,9 @@ def test_a_shape_of_the_sites_choice_has_a_limit():
         assert check(columns)["weight"].shape == (12, columns)
     for said, columns, other in (
         (r"'weight'.*torch\.float32.*12", 8, {}),
-        ("'weight' came", 2, {"weight": torch.ones(12)}),
+        ("'weight' was received", 2, {"weight": torch.ones(12)}),
         (r"'slots'.*torch\.int32", 2, {"slots": torch.arange(2, dtype=torch.int32)}),
-        ("'bias' came", 2, {"bias": torch.ones(4)}),
+        ("'bias' was received", 2, {"bias": torch.ones(4)}),
     ):
         with pytest.raises(DecodingError, match=said):
             check(columns, **other)

@@ -374,7 +374,7 @@ def test_hostile_and_killed_sites_and_a_killed_server(network, tmp_path):
     network.kill(superlink)
     network.kill(nodes[1])
     superlink = start_server()
-    wait_for(network, lambda: "the study goes on from" in network.told("flwr"))
+    wait_for(network, lambda: "the study continues from" in network.told("flwr"))
     network.kill(superlink)
     start_server()
     wait_for(network, ended)
@@ -382,7 +382,7 @@ def test_hostile_and_killed_sites_and_a_killed_server(network, tmp_path):
     made = rounds_made(tmp_path)
     assert [float(row["federated/failed"]) for row in made] == [1] * ROUNDS
     told = (tmp_path / "flwr.log").read_text(errors="replace")
-    assert "round 0 goes on without the site of client 2: it sent a bad payload" in told
+    assert "round 0 continues without the site of client 2: it sent a bad payload" in told
     for client in range(3):
         assert entries_of(log_of(client))
     honest = simulate(recipe(tmp_path, "FedMUD", clients_per_round=None, participants=[[0, 1]] * ROUNDS))

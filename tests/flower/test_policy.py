@@ -38,7 +38,7 @@ def test_files(tmp_path, suffix):
 @pytest.mark.parametrize(
     ("text", "told"),
     [
-        ("max_uplaod: 5", r"entries out of min_clients, .*; it has \['max_uplaod'\]"),
+        ("max_uplaod: 5", r"the entries min_clients, .*; it has \['max_uplaod'\]"),
         ("", "it has None"),
         ("- 1", r"it has \[1\]"),
         ("a: [", "cannot be read"),
@@ -55,7 +55,7 @@ def test_files(tmp_path, suffix):
         ("max_delta: 1", "max_delta must be below 1"),
         ("modules: network", "modules must be a list of patterns"),
         ("tensors: {a: 5}", "tensors must be patterns"),
-        ("clip: 1.0\nclip: 100.0", "'clip' is there twice"),
+        ("clip: 1.0\nclip: 100.0", "'clip' occurs twice"),
     ],
 )
 def test_files_that_are_none(tmp_path, text, told):

@@ -67,7 +67,7 @@ def test_a_secure_sum_is_the_mean_in_clear(tmp_path, monkeypatch, name):
 @pytest.mark.parametrize(
     ("changes", "settings", "told"),
     [
-        ({"algorithm": method("FedLoRA", operator="FedEx")}, {}, r"FedLoRA\(FedEx.* needs what each site sent"),
+        ({"algorithm": method("FedLoRA", operator="FedEx")}, {}, r"FedLoRA\(FedEx.* needs each site's own answer"),
         ({"uplink": [method("Half")]}, {}, r"uplink=\[Half\(dtype=torch\.float16\)\]"),
         ({}, {"min_sites": 1}, "sites=1"),
         ({"stages": [method("tests.flower.helpers.Counting")]}, {}, r"stages=\[Counting\(\)\].*client 2.*not today"),
@@ -93,7 +93,7 @@ def spoilt_keys(node, reply):
     ("federated", "settings", "policy", "tamper", "told"),
     [
         ({"on_client_error": "raise"}, {}, "max_upload: 5000", None, "PolicyViolation: this site did not do it"),
-        ({}, {"on_bad_payload": "stop"}, "min_clients: 2", spoilt_keys, "it sent a bad answer: its keys are none"),
+        ({}, {"on_bad_payload": "stop"}, "min_clients: 2", spoilt_keys, "it sent a bad answer: its keys are invalid"),
     ],
     ids=["error", "bad answer"],
 )
@@ -200,7 +200,7 @@ def test_a_site_that_has_lost_what_it_kept_hears_it_again(tmp_path, monkeypatch)
     told: list[str] = []
     monkeypatch.setattr(remote_rounds, "rank_zero_warn", told.append)
     run_on_sites(recipe, tmp_path, prepare=prepare, min_sites=2, secure_aggregation=True)
-    assert told == ["round 2 goes on without the site of client 0: it has lost what it kept of earlier rounds"]
+    assert told == ["round 2 continues without the site of client 0: it has lost its state of earlier rounds"]
     kept = {file.stem[-1]: load(file)["frozen"] for file in (tmp_path / "state").glob("study_*.safetensors")}
     assert any("frozen" in name for name in kept["1"])
     for name, value in kept["1"].items():
@@ -227,7 +227,7 @@ def test_a_study_goes_on_as_it_began(tmp_path, monkeypatch, secure):
         with pytest.raises(Killed):
             run_on_sites(recipe, tmp_path, min_sites=2, secure_aggregation=secure, state=state)
     began, other = (str(each).lower() for each in (secure, not secure))
-    told = f"began with secure-aggregation={began}, and cannot go on with secure-aggregation={other}"
+    told = f"began with secure-aggregation={began}, and cannot continue with secure-aggregation={other}"
     with pytest.raises(MisconfigurationException, match=told):
         run_on_sites(recipe, tmp_path, min_sites=2, secure_aggregation=not secure, state=state)
 

@@ -13,11 +13,11 @@ from lightning_lowrank.internals import flower
 
 def test_codes_for_what_a_sites_own_code_raised(monkeypatch):
     for code in (ErrorCode.CLIENT_APP_RAISED_EXCEPTION, ErrorCode.LOAD_CLIENT_APP_EXCEPTION, ErrorCode.INVALID_FAB):
-        assert not flower.is_passing(Error(code, "it failed"))
+        assert not flower.is_temporary(Error(code, "it failed"))
     for code in (ErrorCode.NODE_UNAVAILABLE, ErrorCode.REPLY_MESSAGE_UNAVAILABLE):
-        assert flower.is_passing(Error(code, "it has gone"))
+        assert flower.is_temporary(Error(code, "it has gone"))
     monkeypatch.setattr(flower, "_constant", None)
-    assert flower.is_passing(Error(ErrorCode.CLIENT_APP_RAISED_EXCEPTION, "it failed"))
+    assert flower.is_temporary(Error(ErrorCode.CLIENT_APP_RAISED_EXCEPTION, "it failed"))
 
 
 def deflated(array):
@@ -41,9 +41,9 @@ def test_arrays_have_no_more_bytes_than_are_expected():
 
 def test_errors_of_the_connection(monkeypatch):
     for error in (ConnectionResetError(), httpx.ConnectError("refused"), TimeoutError()):
-        assert flower.is_of_link(error)
+        assert flower.is_connection_error(error)
     for error in (KeyError("object"), ValueError("its arrays"), RecursionError(), MemoryError()):
-        assert not flower.is_of_link(error)
+        assert not flower.is_connection_error(error)
 
 
 def test_without_flowers_objects_nothing_is_bounded(monkeypatch):

@@ -101,15 +101,15 @@ def test_state_dicts_tell_versions():
 
 def test_a_tensor_that_was_written():
     tensor = torch.zeros(3)
-    seen = [internals.written(tensor)]
+    seen = [internals.memory_fingerprint(tensor)]
     tensor.add_(1)
-    seen.append(internals.written(tensor))
+    seen.append(internals.memory_fingerprint(tensor))
     tensor.data = torch.ones(3)
-    seen.append(internals.written(tensor))
+    seen.append(internals.memory_fingerprint(tensor))
     assert len(set(seen)) == 3
-    assert seen[2] == internals.written(tensor)
+    assert seen[2] == internals.memory_fingerprint(tensor)
     with torch.inference_mode():
-        internals.written(torch.zeros(3))
+        internals.memory_fingerprint(torch.zeros(3))
 
 
 PUBLIC = {
@@ -173,8 +173,8 @@ def test_loaders_read_by_a_function(monkeypatch):
     for name in ("_dataset_fetcher", "_pin_memory"):
         assert hasattr(iter(loader), name), "torch reads batches elsewhere: those of validation are read on the host"
     read = []
-    restore = internals.read_by(loader, lambda: lambda indices: read.append(indices) or len(indices))
-    assert internals.read_by(loader, lambda: pytest.fail("reads by a function already")) is None
+    restore = internals.read_batches_with(loader, lambda: lambda indices: read.append(indices) or len(indices))
+    assert internals.read_batches_with(loader, lambda: pytest.fail("reads by a function already")) is None
     torch.manual_seed(0)
     assert list(loader) == [2, 2, 1]
     ours = torch.rand(())
@@ -188,7 +188,7 @@ def test_loaders_read_by_a_function(monkeypatch):
     pinning.pin_memory = True
     monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
     for reads in (True, False):
-        restore = internals.read_by(pinning, lambda reads=reads: len if reads else None)
+        restore = internals.read_batches_with(pinning, lambda reads=reads: len if reads else None)
         assert vars(pinning._get_iterator())["_pin_memory"] is not reads
         restore()
 

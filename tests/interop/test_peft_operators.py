@@ -243,7 +243,7 @@ def test_the_command_builds_what_the_run_began_with(tmp_path, capsys, form, trai
     if trained:
         # A base with other weights than those that checkpoints leave out is refused.
         recipe.write_text(f"model: {{class_path: {__name__}.Other, init_args: {{form: {form}}}}}\n")
-        with pytest.raises(SystemExit, match="from other frozen weights than the module has"):
+        with pytest.raises(SystemExit, match="to other frozen weights than the module has"):
             cli.main([*words, "--config", str(recipe)])
 
 

@@ -277,7 +277,7 @@ def test_clients_neither_send_nor_reset_the_change(tmp_path):
 
 
 def test_what_cannot_keep_a_change_is_refused_before_the_first_round(tmp_path):
-    for settings, said in (({"use_dora": True}, "DoRA's norms would not have what is kept beside it"),):
+    for settings, said in (({"use_dora": True}, "DoRA's norms would leave out its separate change"),):
         module = Module(wrap(quantised("stand-in"), **settings))
         with pytest.raises(MisconfigurationException, match=rf"FLoRA\(\) changes base weights, and layer .*{said}"):
             federate(tmp_path, None, FLoRA(), module=module)

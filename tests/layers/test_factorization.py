@@ -23,7 +23,7 @@ from lightning_lowrank.layers import (
     Stage,
     factorization_from_dict,
 )
-from lightning_lowrank.registry import registered
+from lightning_lowrank.registry import subclasses_by_name
 from lightning_lowrank.testing import check_factorization
 from tests.grids import all_pairs, each_of, in_turn, pairwise
 
@@ -34,7 +34,7 @@ VARIANTS = {
 }
 FACTORIZATIONS = [
     pytest.param(kind(**arguments), id="-".join(map(str, (name, *arguments.values()))))
-    for name, kind in registered(Factorization).items()
+    for name, kind in subclasses_by_name(Factorization).items()
     if kind.__module__.startswith("lightning_lowrank.")
     for arguments in VARIANTS.get(name, [{}])
 ]
@@ -281,7 +281,7 @@ def test_plain_description_roundtrips(factorization):
     again = factorization_from_dict(description)
     assert again == factorization == pickle.loads(pickle.dumps(factorization))
     assert hash(again) == hash(factorization)
-    assert eval(repr(factorization), {**registered(Factorization)}) == factorization
+    assert eval(repr(factorization), {**subclasses_by_name(Factorization)}) == factorization
     assert description["name"] == type(factorization).__name__
 
 
@@ -555,8 +555,8 @@ def test_a_subclass_registers_by_being_defined():
             super().__init__(layout)
             self.by = by
 
-    assert registered(Factorization)["Halved"] is Halved
-    assert Factorization not in registered(Factorization).values()
+    assert subclasses_by_name(Factorization)["Halved"] is Halved
+    assert Factorization not in subclasses_by_name(Factorization).values()
     restored = factorization_from_dict(Halved("raw", by=3).to_dict())
     assert isinstance(restored, Halved)
     assert (restored.layout, restored.by) == ("raw", 3)

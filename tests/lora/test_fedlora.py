@@ -38,7 +38,7 @@ from lightning_lowrank.federated.algorithm import detached
 from lightning_lowrank.federated.state import trained_tensors
 from lightning_lowrank.layers import low_rank_layers
 from lightning_lowrank.lora import LowRankPair, Operator, find_adapters, requirements
-from lightning_lowrank.registry import registered
+from lightning_lowrank.registry import subclasses_by_name
 from lightning_lowrank.testing import check_algorithm
 from tests.algorithms.written_out import own_model
 from tests.grids import daily, in_turn, nightly_except
@@ -233,7 +233,7 @@ def test_a_client_needs_nothing_but_its_messages(make):
     check_algorithm(make, lowrank=partial(LowRank, MatrixProduct(), rank=4, **LORA), parts=["sites"])
 
 
-OPERATORS = [kind for kind in registered(Operator).values() if kind.__module__.startswith("lightning_lowrank")]
+OPERATORS = [kind for kind in subclasses_by_name(Operator).values() if kind.__module__.startswith("lightning_lowrank")]
 STARTS = [
     *(kind() for kind in OPERATORS),
     *(FedSVD(2), FedSVD(3), CoLR("A")),

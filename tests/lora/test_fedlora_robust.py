@@ -59,7 +59,7 @@ class Recorded(FedLoRA):
     def _weights(self, server):
         arrivals, absorbing = server.state["arrivals"], self.operator.absorbing(server.round)
         pairs = [self._exchange.arrived(server, client, arrival) for client, arrival in arrivals.items()]
-        starts = [self._ranks.started_from(server.model, each["level"], absorbing) for each in arrivals.values()]
+        starts = [self._ranks.initial_pairs(server.model, each["level"], absorbing) for each in arrivals.values()]
         rest = [tensors for tensors, _ in server.aggregator.kept]
         rows = []
         for own, start, others in zip(pairs, starts, rest, strict=True):

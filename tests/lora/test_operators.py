@@ -36,7 +36,7 @@ from lightning_lowrank.lora import (
 from lightning_lowrank.lora.operators.clustering import agglomerate
 from lightning_lowrank.lora.operators.robust_pca import principal_component_pursuit
 from lightning_lowrank.lora.pairs import inner_products, normalised_weights
-from lightning_lowrank.registry import registered
+from lightning_lowrank.registry import subclasses_by_name
 from lightning_lowrank.seeding import derive_seed
 from lightning_lowrank.testing import check_operator
 from tests.grids import pairwise
@@ -52,7 +52,7 @@ VARIANTS = {
     "FedRPCA": [{"scale": 1.0}],
 }
 OPERATORS = {
-    name: kind for name, kind in registered(Operator).items() if kind.__module__.startswith("lightning_lowrank")
+    name: kind for name, kind in subclasses_by_name(Operator).items() if kind.__module__.startswith("lightning_lowrank")
 }
 CASES = [
     pytest.param(kind(**arguments), round, id="-".join(map(str, (name, *arguments.values(), f"round{round}"))))

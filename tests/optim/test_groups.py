@@ -89,7 +89,7 @@ def test_no_decay_spares_parameters_of_one_dimension_only():
         ({"exclude": ["embedding"]}, ValueError, r"exclude.*'embedding'"),
         ({"include": "encoder"}, TypeError, r"include.*'encoder'"),
         ({"refresh_intervall": 3}, TypeError, r"'refresh_intervall'.*refresh_interval"),
-        ({"exclude": ["*"]}, ValueError, "no parameter is left to project"),
+        ({"exclude": ["*"]}, ValueError, "no parameter can be projected"),
     ],
     ids=str,
 )

@@ -307,7 +307,7 @@ def test_one_process_of_client_parallel_makes_the_same_steps(tmp_path, counted, 
         assert steps == (3 if execution == "vectorized" else 12)
         if execution == "vectorized":
             assert [waits(calls) for calls in counted[5 * steps :]] == [[]] * steps
-        assert not why_not.steps_are_seen(module.trainer, loop.algorithm)
+        assert not why_not.steps_are_observed(module.trainer, loop.algorithm)
     assert_same(*ends)
 
 
@@ -394,7 +394,7 @@ def test_images_are_read_on_the_device(tmp_path, monkeypatch, execution):
     pixels = torch.randint(256, (96, 3, 4, 4), dtype=torch.uint8, generator=draws)
     targets = torch.randint(4, (96,), generator=draws)
     images = TensorImages(pixels, targets, [0.5] * 3, [0.25] * 3, crop_padding=1, mirror=True)
-    sent, send = [], batches.sent
+    sent, send = [], batches.move_to_device
 
     def sending(tensor, where):
         # Clients together are tried with batches of the host.
@@ -402,7 +402,7 @@ def test_images_are_read_on_the_device(tmp_path, monkeypatch, execution):
             sent.append((tensor.dtype, tensor.shape))
         return send(tensor, where)
 
-    monkeypatch.setattr(batches, "sent", sending)
+    monkeypatch.setattr(batches, "move_to_device", sending)
     copies, copy_of = [], DeviceData.copy_of
     monkeypatch.setattr(DeviceData, "copy_of", lambda self, each: copies.append(each.dtype) or copy_of(self, each))
     net = nn.Sequential(nn.Flatten(), nn.Linear(48, 4))

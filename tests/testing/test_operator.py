@@ -204,7 +204,7 @@ def test_users_own_operator_passes(operator, exact):
         (DependsOnTheGlobalSeed(), "a repeated run gives other numbers"),
         (Casts(), "factors of torch.float32 become torch.float64"),
         (Shares(), "shares memory with a client"),
-        (Spoils(), "changes what it is given"),
+        (Spoils(), "changes its inputs"),
         (AcceptsAllRanks(), "mixed_ranks is false, and it accepts clients of different ranks"),
         (OneRankForAll(), "clients receive"),
         (RefusesAllRanks(), "refuses clients of ranks"),

@@ -217,7 +217,7 @@ class ValueErrors(Shuffled):
             "divides otherwise when called again with the same seed",
         ),
         (Remembering(), "divides otherwise when called again with the same seed"),
-        (NeedsLabelsSilently(), "NeedsLabelsSilently fails with AttributeError.*only where needs_labels is true"),
+        (NeedsLabelsSilently(), "NeedsLabelsSilently fails with AttributeError.*only if needs_labels is true"),
         (
             Changed(
                 lambda assign, size, clients, seed, labels, keys: assign(

@@ -19,11 +19,11 @@ from torch import Tensor
 from torch.nn.utils.rnn import PackedSequence
 from torch.utils.data import DataLoader, Dataset, default_collate
 
-from lightning_lowrank.federated.data.device import DeviceData, sent
+from lightning_lowrank.federated.data.device import DeviceData, move_to_device
 from lightning_lowrank.federated.data.loader_checks import loader_like
 from lightning_lowrank.federated.data.tensor_rows import Source, source_of
 from lightning_lowrank.federated.randomness import OwnGenerators, seed_process
-from lightning_lowrank.internals.torch import read_by
+from lightning_lowrank.internals.torch import read_batches_with
 
 # Steps per transfer of indices and draws to a device, and steps per gather in main memory.
 _STEPS_SENT = 1024
@@ -124,9 +124,9 @@ class SeededBatches(Dataset):
         sizes = [sum(len(request.indices) for request in group) for group in groups]
         requests = [request for group in groups for request in group]
         device = _CPU if data is None else data.device
-        rows = _parts(sent(torch.from_numpy(source.rows_of(_joined(requests).indices)), device), sizes)
-        draws = _parts(sent(self._drawn(source, requests), device), sizes) if self.draws else None
-        kept = source.rows.made(sum(sizes)) if device.type == "cpu" and draws is None else None
+        rows = _parts(move_to_device(torch.from_numpy(source.rows_of(_joined(requests).indices)), device), sizes)
+        draws = _parts(move_to_device(self._drawn(source, requests), device), sizes) if self.draws else None
+        kept = source.rows.cached(sum(sizes)) if device.type == "cpu" and draws is None else None
         tensors = source.rows.tensors if kept is None else kept
         if data is not None:
             tensors = [data.copy_of(tensor) for tensor in tensors]
@@ -201,7 +201,7 @@ class BatchReader:
 
     Args:
         loader: The user's loader.
-        requests: Returns what is to be read: a `Request` for a batch, or `Requests` for a stack of batches.
+        requests: Returns the requests to read: a `Request` for a batch, or `Requests` for a stack of batches.
         change: As for `SeededBatches`.
         device_data: Keeps samples on the device; ``None``: batches are read in main memory.
         training: Whether the dataset is the training set, which ``data_on_device=True`` requires on the device.
@@ -276,7 +276,7 @@ def read_on_device(loader: DataLoader, data: DeviceData) -> Callable[[], None] |
 
     if not data.wanted or loader.batch_sampler is None:
         return None
-    return read_by(loader, begin)
+    return read_batches_with(loader, begin)
 
 
 class DiffersBetweenClients(AttributeError, TypeError):
@@ -334,7 +334,7 @@ def batch_of(stacked: Any, place: int) -> Any:
 def stack_batches(batches: Sequence[Any]) -> list[tuple[list[int], Any]]:
     """Stack the tensors of batches that are equal in structure and shapes.
 
-    What is no tensor and differs between them, such as the name of a client, is an `OfEachClient`.
+    An entry that is no tensor and differs between them, such as a client's name, becomes an `OfEachClient`.
 
     Returns:
         For each kind of batch, which ones are of it, and one batch with their tensors stacked.

@@ -16,7 +16,7 @@ from torch.utils.data import ConcatDataset, Dataset, Subset
 
 Column: TypeAlias = np.ndarray
 _MISSING = ("NAType", "NaTType")
-"""Names of pandas' classes for what is missing."""
+"""Names of pandas' classes of missing values."""
 
 
 class ClientColumn:
@@ -73,7 +73,7 @@ def find_column(
 ) -> Column:
     """The first attribute with one entry per sample, else the first column, else the entries that ``pick`` reads.
 
-    A dataset has columns where ``dataset.column_names`` lists them and ``dataset[name]`` returns one, as a
+    A dataset has columns if ``dataset.column_names`` lists them and ``dataset[name]`` returns one, as a
     `datasets.Dataset` does. Both are found through `torch.utils.data.Subset` and `torch.utils.data.ConcatDataset` as
     well, without loading a sample; of ``tensors`` the last is meant. For ``pick`` the dataset is read once, and the
     global random number generators are given back as they were.
@@ -83,7 +83,7 @@ def find_column(
         names: Attributes to look for.
         columns: Columns to look for.
         pick: Returns a sample's entry.
-        what: What is read, for the progress bar.
+        what: The name of the entries, for the progress bar.
         advice: Last part of error messages: what would work.
         classes: Whether a column of a ``ClassLabel`` of `datasets` is read as the names of its classes.
     """
@@ -117,7 +117,7 @@ def refuse_missing(missing: Sequence[int], samples: int, source: str) -> None:
     if missing:
         raise MisconfigurationException(
             f"{len(missing)} of {samples} entries of {source} are missing (None or NaN), such as number {missing[0]}:"
-            " fill them in, as by 'unknown', or leave these samples out by torch.utils.data.Subset."
+            " fill them in, for example with 'unknown', or leave these samples out by torch.utils.data.Subset."
         )
 
 

@@ -16,7 +16,7 @@ from torch import Tensor
 from lightning_lowrank.federated.data.tensor_rows import Source
 from lightning_lowrank.federated.free_memory import free_memory
 from lightning_lowrank.internals.lightning import overridden_transfer
-from lightning_lowrank.internals.torch import written
+from lightning_lowrank.internals.torch import memory_fingerprint
 
 _SHARE_OF_MEMORY = 0.25
 _BLOCKING = ("cpu", "mps")
@@ -84,7 +84,7 @@ class DeviceData:
 
     def _has(self, tensor: Tensor) -> bool:
         known = self._copies.get(id(tensor))
-        return tensor.device == self.device or (known is not None and known[1] == written(tensor))
+        return tensor.device == self.device or (known is not None and known[1] == memory_fingerprint(tensor))
 
     def copy_of(self, tensor: Tensor) -> Tensor:
         """The tensor on the training device: itself if already there, else a cached copy, renewed after changes."""
@@ -92,7 +92,7 @@ class DeviceData:
             return tensor
         if not self._has(tensor):
             # Keep a reference to the tensor, so that no new tensor gets the same id.
-            self._copies[id(tensor)] = tensor, written(tensor), tensor.to(self.device)
+            self._copies[id(tensor)] = tensor, memory_fingerprint(tensor), tensor.to(self.device)
         return self._copies[id(tensor)][2]
 
     def pinned(self, batches: Iterator[Any]) -> Iterator[Any]:
@@ -106,7 +106,7 @@ def _pinned(tensor: Tensor) -> Tensor:
     return tensor if tensor.device.type != "cpu" or tensor.is_pinned() else tensor.pin_memory()
 
 
-def sent(tensor: Tensor, device: torch.device) -> Tensor:
+def move_to_device(tensor: Tensor, device: torch.device) -> Tensor:
     """A tensor moved to a device, asynchronously if the device supports that."""
     if device.type == "cuda":
         tensor = _pinned(tensor)

@@ -21,7 +21,7 @@ def matched_labels(clients: ClientIndices, train_labels: Tensor, test_labels: Te
         clients: The training samples of each client.
         train_labels: Label of each training sample, integers of shape ``[clients.size]``.
         test_labels: Label of each evaluation sample, integers of shape ``[test samples]``, numbered as those of the
-            training set are; `numbered_alike` does that for strings.
+            training set are; `renumber_like` does that for strings.
 
     Returns:
         For each client its evaluation samples, ascending, int64; there may be none.

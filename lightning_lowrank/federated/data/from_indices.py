@@ -1,6 +1,6 @@
 """`FromIndices`: a partition from given indices, in Python or a file.
 
-What other projects write has many forms: the samples of each client or the client of each sample, for one data set or
+Other projects' files have many forms: the samples of each client or the client of each sample, for one data set or
 for two. Each becomes a `_Division`, one for training and one for evaluation.
 """
 
@@ -23,7 +23,7 @@ from torch.utils.data import Dataset, Subset
 
 from lightning_lowrank.federated.data.columns import Column, length_of, to_column
 from lightning_lowrank.federated.data.indices import ClientIndices, index_tensor
-from lightning_lowrank.federated.data.partitions import Partition, agreed, natural
+from lightning_lowrank.federated.data.partitions import Partition, check_client_count, natural_sort_key
 from lightning_lowrank.federated.data.plain_files import owners_in_file, read_plain
 from lightning_lowrank.federated.data.rows import Rows, rows_of
 
@@ -39,7 +39,7 @@ class _Division:
         indices: All clients' samples, client after client: int64.
         sizes: Number of samples of each client: int64.
         names: The clients' names, or ``None``.
-        total: Number of samples of the data set, where the division says it.
+        total: Number of samples of the data set, if the division says it.
     """
 
     indices: Tensor
@@ -54,7 +54,7 @@ class _Division:
         if self.total not in (None, size):
             raise MisconfigurationException(
                 f"indices says the client of each of {self.total:,} samples, and there are {size:,}: give a client for"
-                " each sample, or the indices of each client's."
+                " each sample, or each client's sample indices."
             )
         given = ClientIndices(self.indices, size, self.names, sizes=self.sizes)
         return given if rows is None else self._of_rows(given, rows)
@@ -82,7 +82,7 @@ class _Division:
 class FromIndices(Partition):
     """A partition by given indices; nothing is drawn, and samples without a client are unused.
 
-    Indices number the samples of the training set. Where a data module of this package holds samples out for tests or
+    Indices number the samples of the training set. If a data module of this package holds samples out for tests or
     validation, or drops some, they number the rows of its file, split or arrays: a client then has those of its rows
     that are left to train on.
 
@@ -90,14 +90,14 @@ class FromIndices(Partition):
         indices: The sample indices of each client: a list, tensor, set or `torch.utils.data.Subset` for each, in a list
             or in a dictionary from the clients' names, strings or integers. Named clients are numbered in ascending
             order of the names, numbers in them by their value (``u2`` before ``u10``); the result keeps the names (as
-            integers where all are written so, such as JSON's ``"0"`` to ``"10"``). Or a flat list with the client of
+            integers if all are written so, such as JSON's ``"0"`` to ``"10"``). Or a flat list with the client of
             each sample. Or a dictionary with either for ``"train"`` and for ``"test"``, or such a dictionary for each
             client: ``"test"`` is for ``personal_test="by_client"`` and numbers the samples of the evaluation set. Or
             the path of a file that holds one of these: ``.json``, ``.npy``, ``.npz``, ``.pt`` of `torch.save`, ``.txt``
             with a Python literal, a pickle of plain values and NumPy arrays, or ``.csv`` with a column of clients.
         client: Name of that column of a ``.csv``. ``None``: the first of ``client``, ``client_id``, ``user``,
             ``user_id``.
-        index: Name of the column with the samples' indices. ``None``: ``index`` or ``sample`` where there is one, and
+        index: Name of the column with the samples' indices. ``None``: ``index`` or ``sample`` if there is one, and
             else a line for each sample, in their order.
 
     Raises:
@@ -140,7 +140,7 @@ class FromIndices(Partition):
     def count_clients(self, clients: int | None, keys: Column | None) -> int:
         """The number of clients."""
         number = len(self._train.sizes)
-        return agreed(clients, number, f"indices has {number} lists, one for each client")
+        return check_client_count(clients, number, f"indices has {number} lists, one for each client")
 
     def divide_evaluation(self, dataset: Dataset, clients: ClientIndices) -> list[Tensor]:
         """See `Partition.divide_evaluation`; uses the indices given for ``"test"``."""
@@ -167,7 +167,8 @@ def _splits(content: Any) -> dict[str, Any]:
     other = next((part for part in parts if not (isinstance(part, Mapping) and set(_SPLITS) <= set(part))), None)
     if other is not None:
         raise MisconfigurationException(
-            "indices has a dictionary for some clients, and each must then have one with 'train' and 'test', got"
+            "indices has a dictionary for some clients, but then each client needs a dictionary with 'train' and"
+            " 'test', got"
             f" {str(other)[:100]}."
         )
     if isinstance(content, Mapping):
@@ -209,7 +210,7 @@ def _of_owners(content: Any, places: np.ndarray | None = None) -> _Division:
     if owners.dtype.kind in "iu" and len(owners) and owners.min() < 0:
         raise MisconfigurationException(
             f"indices says that sample {int(owners.argmin())} has the client {owners.min()}: clients are numbered from"
-            " 0. To leave samples out, give the indices of each client's."
+            " 0. To leave samples out, give each client's sample indices instead."
         )
     found, codes = np.unique(owners, return_inverse=True)
     order = _sorted_clients(dict(zip(found.tolist(), range(len(found)), strict=True)))
@@ -240,4 +241,4 @@ def _sorted_clients(content: Mapping[Any, Any]) -> dict[Any, Any]:
         raise MisconfigurationException(
             f"indices names the client {twice[0]} twice, as an integer and as a string: give it one name."
         )
-    return {name: content[name] for name in sorted(content, key=natural)}
+    return {name: content[name] for name in sorted(content, key=natural_sort_key)}

@@ -34,8 +34,8 @@ class ClientIndices:
         clients: The sample indices of each client, in the order in which an unshuffled loader would visit them; with
             ``sizes`` one tensor of all of them, client after client.
         size: Number of samples in the training set.
-        names: What the clients are called, where they have names of their own.
-        sizes: Number of samples of each client, int64, where ``clients`` is one tensor.
+        names: The clients' names, if they have any.
+        sizes: Number of samples of each client, int64, if ``clients`` is one tensor.
 
     Attributes:
         indices: All clients' sample indices one after another, int64.

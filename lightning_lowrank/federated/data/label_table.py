@@ -16,7 +16,7 @@ from torch import Tensor
 from lightning_lowrank.arguments import first_ten
 from lightning_lowrank.federated.data.columns import Column
 from lightning_lowrank.federated.data.indices import ClientIndices
-from lightning_lowrank.federated.data.partitions import Partition, agreed, deal
+from lightning_lowrank.federated.data.partitions import Partition, check_client_count, deal
 from lightning_lowrank.federated.data.plain_files import read_columns, read_plain
 from lightning_lowrank.seeding import generator
 
@@ -63,15 +63,15 @@ class LabelTable(Partition):
         rows = list(content.values()) if isinstance(content, Mapping) else content
         if not isinstance(rows, (list, tuple)) or not rows:
             raise MisconfigurationException(
-                "counts must be a list, or a dictionary, with the number of samples of each label for each client, or a"
-                f" path, got {str(content)[:100]}."
+                "counts must be a path, or a list or dictionary with each client's number of samples per label, got"
+                f" {str(content)[:100]}."
             )
         self._rows = [_labels_of_client(row, client) for client, row in enumerate(rows)]
         self.proportions = proportions
 
     def count_clients(self, clients: int | None, keys: Column | None) -> int:
         """The number of clients in the table."""
-        return agreed(clients, len(self._rows), f"counts has {len(self._rows)} clients")
+        return check_client_count(clients, len(self._rows), f"counts has {len(self._rows)} clients")
 
     def assign(self, size: int, clients: int, seed: int, labels: Tensor | None, keys: Column | None) -> ClientIndices:
         """See `Partition.assign`."""
@@ -93,7 +93,7 @@ class LabelTable(Partition):
             if not asked.all():
                 raise MisconfigurationException(
                     f"counts has no sample of the labels {first_ten(names[asked == 0].tolist())}, which the training"
-                    " set has, so that proportions=True has none for them: leave it out."
+                    " set has, so that proportions=True has no proportions for them: leave it out."
                 )
             ends = (table.cumsum(1).double() / asked[:, None] * sizes[:, None]).round().long()
             table = ends.diff(dim=1, prepend=torch.zeros(len(names), 1, dtype=torch.int64))
@@ -101,7 +101,7 @@ class LabelTable(Partition):
             label = int((asked - sizes).argmax())
             raise MisconfigurationException(
                 f"counts has {asked[label]} samples of label {names[label]}, and the training set has"
-                f" {sizes[label]}: proportions=True divides those in the table's proportions."
+                f" {sizes[label]}: set proportions=True to divide the existing samples in the table's proportions."
             )
         found = deal(codes, table, generator(seed, "partition", "samples"))
         return ClientIndices(found.indices, size, self._names, sizes=found.sizes)

@@ -23,9 +23,9 @@ _FIELDS = ("label", "labels", "target")
 def find_labels(dataset: Dataset, labels: Callable[[Any], Any] | None = None) -> Tensor:
     """Find the label of each sample of a dataset.
 
-    The first of these that has one entry for each sample is taken: the dataset's ``targets``, its ``labels``, the last
-    of its ``tensors`` (each found through `torch.utils.data.Subset` and `torch.utils.data.ConcatDataset` as well). Such
-    attributes are read without loading a sample, so transforms of the targets are not applied. The same is true of
+    The labels are the first of these with one entry for each sample: the dataset's ``targets``, its ``labels``, the
+    last of its ``tensors`` (each found through `torch.utils.data.Subset` and `torch.utils.data.ConcatDataset` as well).
+    Such attributes are read without loading a sample, so transforms of the targets are not applied. The same is true of
     the columns ``label``, ``labels`` or ``target`` of a `datasets.Dataset`, which are looked for next. Otherwise the
     dataset is read once: ``sample[1]`` of tuples and lists, ``sample["label"]``, ``["labels"]`` or ``["target"]`` of
     dictionaries. The global random number generators, which a dataset's augmentations may use, are given back as they
@@ -66,7 +66,7 @@ def find_named_labels(
     return torch.from_numpy(codes.astype(np.int64)), tuple(names.tolist())
 
 
-def numbered_alike(labels: Tensor, names: Sequence[str] | None, wanted: Sequence[str] | None) -> Tensor:
+def renumber_like(labels: Tensor, names: Sequence[str] | None, wanted: Sequence[str] | None) -> Tensor:
     """Renumber the labels of one dataset like those of another, such as a validation set's like the training set's.
 
     Args:
@@ -75,7 +75,7 @@ def numbered_alike(labels: Tensor, names: Sequence[str] | None, wanted: Sequence
         wanted: Names of the other's labels.
 
     Returns:
-        For strings, the position of each sample's name among ``wanted``, and -1 where it is not; integers as they are.
+        For strings, the position of each sample's name among ``wanted``, and -1 if it is not; integers as they are.
 
     Raises:
         MisconfigurationException: If the labels of only one of the two are strings.

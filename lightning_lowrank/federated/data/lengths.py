@@ -53,7 +53,7 @@ class LengthGroupedSampler(RandomSampler):
         super().__init__(data_source)
         if lengths.shape != (len(data_source),):
             raise ValueError(
-                f"lengths must hold one for each of {len(data_source)} samples, got shape {tuple(lengths.shape)}"
+                f"lengths must hold one length for each of {len(data_source)} samples, got shape {tuple(lengths.shape)}"
             )
         self.lengths = lengths
         self.batch_size = batch_size

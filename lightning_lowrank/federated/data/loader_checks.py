@@ -23,7 +23,7 @@ from torch.utils.data import (
     WeightedRandomSampler,
 )
 
-from lightning_lowrank.arguments import listed
+from lightning_lowrank.arguments import join_names
 from lightning_lowrank.federated.data.lengths import LengthGroupedSampler
 
 
@@ -40,11 +40,11 @@ def weights_of(loader: DataLoader) -> Tensor | None:
 def check_loader(loader: Any, training: bool = True, weighted: bool = False) -> DataLoader:
     """Check that a loader's dataset can be read by sample indices, and return the loader.
 
-    It is the given one, or where a `torch.utils.data.BatchSampler` makes its batches, one with a ``batch_size`` that
+    It is the given one, or if a `torch.utils.data.BatchSampler` makes its batches, one with a ``batch_size`` that
     has the same batches.
 
     Args:
-        loader: What the user's hook returned.
+        loader: The result of the user's hook.
         training: Whether batches are drawn as the loader's sampler draws them. Otherwise only its dataset is read, and
             a list with just one loader will do.
         weighted: Whether a `torch.utils.data.WeightedRandomSampler` may draw, with replacement.
@@ -73,7 +73,7 @@ def check_loader(loader: Any, training: bool = True, weighted: bool = False) -> 
             " dataset (with __getitem__ and __len__)."
         )
     if isinstance(loader.dataset, Mapping) and all(isinstance(name, str) for name in loader.dataset):
-        splits = listed([repr(name) for name in loader.dataset])
+        splits = join_names([repr(name) for name in loader.dataset])
         raise MisconfigurationException(
             f"{needed} got one of a {type(loader.dataset).__name__} with the entries {splits}, not of samples: give one"
             f" of its data sets, such as dataset[{next(iter(loader.dataset), 'train')!r}]."
@@ -85,8 +85,8 @@ def check_loader(loader: Any, training: bool = True, weighted: bool = False) -> 
         )
     if type(loader).__iter__ is not DataLoader.__iter__:
         raise MisconfigurationException(
-            f"{needed} {type(loader).__name__} iterates in its own way, which would be replaced: put what it does into"
-            " the dataset or collate_fn."
+            f"{needed} {type(loader).__name__} has its own __iter__(), which would be replaced: move its work into the"
+            " dataset or collate_fn."
         )
     if loader.batch_size is None:
         sized = _with_batch_size(loader)
@@ -169,12 +169,12 @@ def batches_of(samples: np.ndarray, loader: DataLoader) -> np.ndarray:
     return samples // size if loader.drop_last else -(-samples // size)
 
 
-def leaves_one(samples: int, loader: DataLoader) -> bool:
+def last_batch_is_single(samples: int, loader: DataLoader) -> bool:
     """Whether the last batch of a pass over ``samples`` samples has a single sample.
 
     Example:
         >>> loader = DataLoader(range(100), batch_size=8)
-        >>> [leaves_one(samples, loader) for samples in (0, 1, 8, 17)]
+        >>> [last_batch_is_single(samples, loader) for samples in (0, 1, 8, 17)]
         [False, True, False, True]
     """
     size = cast(int, loader.batch_size)

@@ -1,6 +1,6 @@
 """Partitions: rules that divide a training set among clients.
 
-A `Partition` assigns samples to clients and `ClientIndices` is what it returns. `IID`, `Dirichlet` and `LabelCount` are
+A `Partition` assigns samples to clients, and returns `ClientIndices`. `IID`, `Dirichlet` and `LabelCount` are
 the synthetic splits of the federated learning literature, `ByKey` takes the clients that the data itself names
 (writers, speakers, hospitals). All draws come from generators derived from the seed, never from the global ones.
 """
@@ -43,7 +43,7 @@ from lightning_lowrank.seeding import generator
 
 _MAX_DRAWS = 1000
 _JUDGED = (3, 10, 30, 100)
-"""Number of draws after which a division with enough samples for each client is judged possible or not."""
+"""Number of draws after which a division with enough samples for each client is considered possible or not."""
 _HOPELESS = 1e-9
 _GROUP_ADVICE = "groups must return one integer or string for each sample of the dataset."
 _KEY_ADVICE = "keys must be one integer or string for each sample; ByKey takes a function dataset -> keys."
@@ -55,8 +55,8 @@ def _check_count(name: str, value: int, minimum: int) -> int:
     return value
 
 
-def agreed(clients: int | None, number: int, known: str) -> int:
-    """The number of clients that a partition implies, as ``known`` says; raises if the user gave another number."""
+def check_client_count(clients: int | None, number: int, known: str) -> int:
+    """``number``, which the partition implies; raises if the user gave another number, with ``known`` as the reason."""
     if clients is not None and clients != number:
         raise MisconfigurationException(f"clients={clients}, but {known}: set clients={number}, or leave it out.")
     return number
@@ -93,13 +93,13 @@ class Partition(Configured, ABC):
         Args:
             dataset: The training set, or only its number of samples. From a dataset, labels and keys that are needed
                 and not given are found with `find_labels` and `find_keys`.
-            clients: Number of clients. ``None`` where the partition knows it (`ByKey`, `FromIndices`).
+            clients: Number of clients. ``None`` if the partition knows it (`ByKey`, `FromIndices`).
             seed: Seed of every draw. The global random number generators are neither read nor changed.
             labels: Label of each sample, integers of shape ``[size]``; only for partitions that need them.
             keys: Key of each sample; only for `ByKey`.
 
         Returns:
-            The clients' samples; within a client in ascending order, so that the data's own order is kept where a
+            The clients' samples; within a client in ascending order, so that the data's own order is kept if a
             loader does not shuffle (`FromIndices` keeps the order given).
 
         Raises:
@@ -161,7 +161,7 @@ class Partition(Configured, ABC):
         """The number of clients, given the number that the user asked for.
 
         Raises:
-            MisconfigurationException: If ``clients`` is missing, or contradicts what the partition knows.
+            MisconfigurationException: If ``clients`` is missing, or contradicts the partition's own number.
         """
         if clients is None:
             raise MisconfigurationException(
@@ -177,7 +177,7 @@ class Partition(Configured, ABC):
             size: Number of samples.
             clients: Number of clients, from 1 to ``size``.
             seed: Seed of every draw, for `lightning_lowrank.seeding.generator`.
-            labels: Label of each sample, int64 of shape ``[size]``. Never ``None`` where ``needs_labels`` is true.
+            labels: Label of each sample, int64 of shape ``[size]``. Never ``None`` if ``needs_labels`` is true.
             keys: Key of each sample, where `find_keys` returned or the caller gave them.
         """
 
@@ -257,7 +257,7 @@ class Dirichlet(_ByGroup):
     Args:
         alpha: Concentration, above 0. Small: each label sits with few clients. Large: close to `IID` in labels.
         min_samples: Fewest samples of a client. The whole division is drawn again until every client has them, 1,000
-            times at most; fewer where the first draws show that no other one will do, but for a chance of one in 1e9.
+            times at most; fewer if the first draws show that no other one will do, but for a chance of one in 1e9.
             With 0, some clients may have no samples.
         capped: Labels are visited in ascending order, and a client that already holds the mean number of samples
             (training set / clients) or more gets none of the next label: its share becomes zero and the others' are
@@ -347,7 +347,7 @@ class LabelCount(_ByGroup):
 
     By default the labels are drawn, each label being as likely as any other for every client, under the condition that
     no label is left out: every label is first given to one random client (a client never has more than
-    ``labels_per_client``), then each client draws the rest of its labels among those that it does not hold. Only where
+    ``labels_per_client``), then each client draws the rest of its labels among those that it does not hold. Only if
     ``clients * labels_per_client`` is below the number of labels, some have no holder; their samples are unused, and a
     warning says so.
 
@@ -423,8 +423,8 @@ class LabelCount(_ByGroup):
         scarce = holders > class_sizes
         if scarce.any():
             rank_zero_warn(
-                f"the labels {_chosen(names, scarce)} have fewer samples than holders: some clients hold"
-                f" fewer than labels_per_client={self.labels_per_client} labels."
+                f"the labels {_chosen(names, scarce)} have fewer samples than clients that should hold them: some"
+                f" clients get fewer than labels_per_client={self.labels_per_client} labels."
             )
 
 
@@ -484,8 +484,9 @@ class ByKey(Partition):
         """See `Partition.divide_evaluation`: a client's samples by key; those of unknown keys belong to no client."""
         if self.file is not None:
             raise MisconfigurationException(
-                f"personal_test='by_client' needs the keys of the evaluation samples, and file={self.file!r} has those"
-                " of the training samples: keep them with both data sets, or use FromIndices with 'train' and 'test'."
+                f"personal_test='by_client' needs the keys of the evaluation samples, and file={self.file!r} has only"
+                " those of the training samples: store the keys in both data sets, or use FromIndices with 'train' and"
+                " 'test'."
             )
         column = client_column(dataset, str(self.key))
         keys = np.asarray(self.find_keys(dataset) if column is None else column)
@@ -545,7 +546,7 @@ class ByKey(Partition):
         return self._agreed_count(clients, len(self._categories(keys)[0]))
 
     def _agreed_count(self, clients: int | None, number: int) -> int:
-        return agreed(clients, number, f"key={self.key!r} has {number} different values, each a client")
+        return check_client_count(clients, number, f"key={self.key!r} has {number} different values, each a client")
 
     def _categories(self, keys: Column | None) -> tuple[np.ndarray, np.ndarray]:
         if keys is None:
@@ -555,7 +556,7 @@ class ByKey(Partition):
         names, codes = np.unique(keys, return_inverse=True)
         if names.dtype.kind != "U":
             return names, codes
-        order = np.array(sorted(range(len(names)), key=lambda place: natural(names[place])), dtype=np.int64)
+        order = np.array(sorted(range(len(names)), key=lambda place: natural_sort_key(names[place])), dtype=np.int64)
         return names[order], order.argsort()[codes]
 
     def assign(self, size: int, clients: int, seed: int, labels: Tensor | None, keys: Column | None) -> ClientIndices:
@@ -564,8 +565,8 @@ class ByKey(Partition):
         return _from_owners(torch.from_numpy(codes.astype(np.int64)), clients, names.tolist())
 
 
-def natural(name: Any) -> tuple[tuple[int, int, str], ...]:
-    """A sort key for names by which numbers inside the names ascend.
+def natural_sort_key(name: Any) -> tuple[tuple[int, int, str], ...]:
+    """A sort key that compares numbers inside names by value.
 
     Example:
         >>> sorted(["u10", "u2", 3, "u1b"], key=natural)

@@ -98,7 +98,7 @@ def owners_in_file(
         index: Name of its column of the samples' indices; ``None``: one of a common name, if any.
 
     Returns:
-        The client of each line; and the index of its sample, or ``None`` where lines are those of the samples in their
+        The client of each line; and the index of its sample, or ``None`` if lines are those of the samples in their
         order.
     """
     columns = read_columns(path, argument)
@@ -134,7 +134,7 @@ class _Unpickler(pickle.Unpickler):
         return found
 
     def persistent_load(self, key: Any) -> Any:
-        raise pickle.UnpicklingError("it refers to objects in other places")
+        raise pickle.UnpicklingError("it refers to objects outside of the file")
 
 
 def _unpickled(file: BinaryIO) -> Any:

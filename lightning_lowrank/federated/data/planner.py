@@ -58,7 +58,7 @@ class RoundPlan:
         clients: Ids of the clients that train, ascending.
         batches: Number of batches of each.
         failed: Ids of the clients that are sent the model and never answer.
-        chunks: The same clients in the order in which they train; where several processes share the round, those of
+        chunks: The same clients in the order in which they train; if several processes share the round, those of
             this process.
         turns: Number of chunks of the process that has the most, one at least.
     """
@@ -149,7 +149,7 @@ class RoundPlanner:
     def plan(self, round_number: int, chunks: Sequence[Sequence[int]] | None = None) -> RoundPlan:
         """The plan of one round.
 
-        ``chunks`` says which clients step together where a checkpoint does: the state by which they are grouped changes
+        ``chunks`` of a checkpoint say which clients step together: the state by which they are grouped changes
         during a round.
         """
         answering, batches, failed = self.cohort(round_number)
@@ -167,10 +167,10 @@ class RoundPlanner:
             turns=max(1, *map(len, parts)),
         )
 
-    def tried(self, chunk_size: int | None = None) -> tuple[Chunk, ...]:
+    def trial_chunks(self, chunk_size: int | None = None) -> tuple[Chunk, ...]:
         """Chunks for trial steps before the first round.
 
-        They are those of the first round, of all processes. Where Poisson sampling draws fewer clients than a chunk
+        They are those of the first round, of all processes. If Poisson sampling draws fewer clients than a chunk
         needs, or nobody, they are those of as many of the largest clients as a round has on average.
 
         Args:
@@ -192,7 +192,7 @@ class RoundPlanner:
         """The number of optimizer steps in some rounds, counting in each the client with the most steps.
 
         Args:
-            rounds: Their numbers; may go on for ever where there is a ``limit``.
+            rounds: Their numbers; may be infinite if there is a ``limit``.
             group_of: Returns how many batches make a step in a round.
             limit: Number of steps of all chunks after which the last round is cut short.
         """
@@ -235,7 +235,7 @@ class RoundPlanner:
         return int(np.count_nonzero(self._can_be_drawn()))
 
     @property
-    def listening(self) -> int:
+    def broadcast_receivers(self) -> int:
         """Number of clients that receive broadcasts to all: the eligible ones, or those that ``participants`` names."""
         if self.participants is None:
             return self.eligible

@@ -11,7 +11,7 @@ from torch.utils.data import DataLoader
 
 from lightning_lowrank.federated.data.batches import BatchReader, Request
 from lightning_lowrank.federated.data.loader_checks import batches_of
-from lightning_lowrank.federated.data.sampling import drawn_by_poisson, rate_of
+from lightning_lowrank.federated.data.sampling import poisson_sample, rate_of
 from lightning_lowrank.federated.randomness import StepRandomness, step_seed
 from lightning_lowrank.seeding import derive_seed
 
@@ -20,11 +20,11 @@ class PoissonLoader:
     """A training loader of Poisson-sampled batches, which can start at any batch.
 
     It keeps the dataset, collate function and workers of another loader, and the number of its batches. A batch has the
-    loader's batch size on average. Where no sample is drawn, the first sample stands for the batch; see `drawn`.
+    loader's batch size on average. If no sample is drawn, the batch has the first sample in its place; see `drawn`.
 
     Args:
         loader: The user's loader, checked by `check_loader`.
-        seed: Seed of what is drawn while samples are read.
+        seed: Seed of the draws while samples are read.
         poisson: Returns the seed by which samples are drawn.
         steps: Returns how many batches were drawn before, in all fits. Each has draws of its own.
         epoch: Returns the number of the epoch.
@@ -56,7 +56,7 @@ class PoissonLoader:
     def drawn(self, number: int) -> np.ndarray:
         """The drawn samples of batch ``number``, counted over all fits; there may be none."""
         rate = rate_of(len(self.samples), self.batch_size)
-        return drawn_by_poisson(self.samples, rate, self._poisson(), "poisson", number)
+        return poisson_sample(self.samples, rate, self._poisson(), "poisson", number)
 
     def requests(self) -> Iterator[Request]:
         """Iterate over the requests of the epoch's remaining batches."""

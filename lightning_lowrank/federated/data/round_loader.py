@@ -19,7 +19,7 @@ from lightning_lowrank.federated.data.indices import ClientIndices
 from lightning_lowrank.federated.data.lengths import group_by_length
 from lightning_lowrank.federated.data.loader_checks import lengths_of, weights_of
 from lightning_lowrank.federated.data.planner import Chunk, RoundPlan
-from lightning_lowrank.federated.data.sampling import drawn_by_poisson, rate_of
+from lightning_lowrank.federated.data.sampling import poisson_sample, rate_of
 from lightning_lowrank.federated.randomness import StepRandomness, step_seed
 from lightning_lowrank.seeding import derive_seed, generator
 
@@ -44,8 +44,8 @@ class RoundLoader:
         stacked: Whether a batch is that of a whole chunk: for each batch size the clients' places in the chunk and
             their batches, stacked.
         poisson: Returns the seed by which each of a client's samples is in a batch on its own, so that batches have the
-            loader's size on average. Where none is drawn, the client's first sample stands for the batch; see `drawn`.
-            ``None``: batches are of one size.
+            loader's size on average. If none is drawn, the batch has the client's first sample in its place; see
+            `drawn`. ``None``: batches are of one size.
         change: As for `SeededBatches`.
         device_data: Keeps samples on the device that trains; ``None``: batches are read on the host.
     """
@@ -122,7 +122,7 @@ class RoundLoader:
     def read(self, chunk: Chunk, round_number: int, steps: int) -> tuple[list[Any], list[Any]]:
         """The first batches of clients that step together, and the first batch of each client alone.
 
-        They are read outside any round. There are fewer than ``steps`` where the clients have fewer.
+        They are read outside any round. There are fewer than ``steps`` if the clients have fewer.
         """
         requests = list(islice(self._chunk_requests(round_number, chunk), steps))
         wanted: list[Request | Requests] = [*requests, *requests[0][:steps]]
@@ -163,7 +163,7 @@ class RoundLoader:
         assert self._poisson is not None
         samples = np.asarray(self._clients[client])
         rate = rate_of(len(samples), self.batch_size)
-        return drawn_by_poisson(samples, rate, self._poisson(), "poisson", round_number, client, step)
+        return poisson_sample(samples, rate, self._poisson(), "poisson", round_number, client, step)
 
     def _client_batches(self, round_number: int, client: int, count: int) -> Iterator[np.ndarray]:
         if self._poisson is not None:

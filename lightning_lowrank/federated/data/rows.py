@@ -1,6 +1,6 @@
 """The rows of a file, or of a split, from which a dataset's samples come.
 
-Data modules that hold out, drop or limit samples number the others anew. They leave a `Rows` on the training set as
+Datamodules that hold out, drop or limit samples renumber the others. They leave a `Rows` on the training set as
 ``dataset.rows``, by which partitions that name samples by their number, such as `FromIndices`, find them.
 """
 
@@ -67,7 +67,7 @@ def rows_of(dataset: Any) -> Rows | None:
         if len(found.numbers) != len(dataset):
             raise MisconfigurationException(
                 f"{type(dataset).__name__}.rows has the rows of {len(found.numbers)} samples, and there are"
-                f" {len(dataset)}: set it to None, or to the rows of these."
+                f" {len(dataset)}: set it to None, or to the rows of these samples."
             )
         return found
     if isinstance(dataset, Subset):

@@ -21,7 +21,7 @@ def rate_of(samples: int, batch_size: int) -> float:
     return min(1.0, batch_size / samples)
 
 
-def drawn_by_poisson(samples: np.ndarray, rate: float, *parts: int | str) -> np.ndarray:
+def poisson_sample(samples: np.ndarray, rate: float, *parts: int | str) -> np.ndarray:
     """Poisson-sample from ``samples`` with probability ``rate`` each; ``parts`` seed the `generator`."""
     chances = torch.rand(len(samples), generator=generator(*parts), dtype=torch.float64).numpy()
     return samples[chances < rate]

@@ -44,7 +44,7 @@ class TensorRows(Protocol):
     def make(self, rows: Sequence[Tensor], draws: Tensor | None) -> list[Tensor]:
         """A batch made of gathered ``rows``, on their device; samples are independent of each other."""
 
-    def made(self, samples: int) -> Sequence[Tensor] | None:
+    def cached(self, samples: int) -> Sequence[Tensor] | None:
         """The result of `make` for all rows, if cached on the CPU and nothing is random.
 
         Args:
@@ -66,7 +66,7 @@ class _RowsOfTensors:
     def make(self, rows: Sequence[Tensor], draws: Tensor | None) -> list[Tensor]:
         return list(rows)
 
-    def made(self, samples: int) -> Sequence[Tensor]:
+    def cached(self, samples: int) -> Sequence[Tensor]:
         return self.tensors
 
 

@@ -59,8 +59,8 @@ class RoundData:
 
     Args:
         settings: The experiment's settings.
-        progress: Where the run stands.
-        on_divided: Called once with the division, and with the labels where the division needed them.
+        progress: The run's position.
+        on_divided: Called once with the division, and with the labels if the division needed them.
 
     Attributes:
         group_key: Returns what must be equal for clients that step together, by client and round.

@@ -33,7 +33,7 @@ from lightning_lowrank.federated.execution.why_not import (
     CannotMap,
     cause_of,
     hooks_around_steps,
-    steps_are_seen,
+    steps_are_observed,
     unsupported_reason,
 )
 from lightning_lowrank.federated.objective import loss_of
@@ -66,7 +66,7 @@ def choose_execution(
         data: The divided training set.
         processes: Connects the processes that share rounds, if there are several.
         restored: The loop's state in the checkpoint that the fit is resumed from, if any.
-        previous: The execution of the fit that this one goes on from, if any.
+        previous: The execution of the fit that this one continues, if any.
     """
     wanted: str = exchange.settings.execution
     size = exchange.settings.chunk_size or 0
@@ -95,7 +95,7 @@ def choose_execution(
             choice = _fastest(trainer, data, _TRIED_STEPS, reason)
         else:
             reason, size = _compared(trainer, data, size)
-            defers = not steps_are_seen(trainer, exchange.algorithm)
+            defers = not steps_are_observed(trainer, exchange.algorithm)
             choice = _fastest(trainer, data, size, reason, defers, exchange.settings.compile)
         wanted, channels_last, grounds = choice if processes is None else processes.broadcast(choice)
         if trainer.is_global_zero:
@@ -139,7 +139,7 @@ def _compared(trainer: Any, data: RoundData, size: int) -> tuple[str, int]:
     Args:
         trainer: The trainer, with its optimizers set up.
         data: The divided training set.
-        size: How many clients are to step together; 0: as many as memory has room for, and half of these where a step
+        size: How many clients are to step together; 0: as many as memory has room for, and half of these if a step
             needs more than there is.
 
     Returns:
@@ -162,7 +162,7 @@ def _compared(trainer: Any, data: RoundData, size: int) -> tuple[str, int]:
             return found or "", size
         clients, grounds = needed[0]
         if given or clients <= _FEWEST_TOGETHER:
-            return f"a step of {clients} clients together needs more memory than there is ({grounds})", size
+            return f"a step of {clients} clients together needs more memory than is free ({grounds})", size
         size = max(_FEWEST_TOGETHER, clients // 2)
 
 
@@ -180,7 +180,7 @@ def _fastest(
         compiles: Whether steps of clients together may be compiled.
 
     Returns:
-        The execution's name, whether images have their channels last, and what is said of it.
+        The execution's name, whether images are in channels-last format, and a sentence on the choice.
     """
     module, loader = trainer.lightning_module, data.loader
     tried = functools.partial(_tried, data, size)
@@ -235,7 +235,7 @@ def _may_have_channels_last(trainer: Any) -> bool:
 
 def _tried(data: RoundData, size: int, time_steps: Callable[[Chunk], _T]) -> tuple[_T | None, str]:
     """Call ``time_steps`` with the first round's largest chunk; if that fails, return ``None`` and the reason."""
-    chunks = data.planner.tried(max(_FEWEST_TOGETHER, size))
+    chunks = data.planner.trial_chunks(max(_FEWEST_TOGETHER, size))
     data.randomness.open()
     try:
         # The largest chunk, because clients that may not step together are in separate chunks.
@@ -263,10 +263,10 @@ def time_alone(
         channels_last: Whether the step sees images with their channels last in memory.
 
     Returns:
-        Seconds of a step; ``None`` where that makes no difference, for there are no images that have them elsewhere.
+        Seconds of a step; ``None`` if that makes no difference, for there are no images that have them elsewhere.
 
     Raises:
-        MisconfigurationException: If the module holds what cannot be put back.
+        MisconfigurationException: If the module holds an object that cannot be restored.
     """
     # The first batch of each client.
     clients = chunk.clients[:_TRIED_STEPS]
@@ -295,11 +295,11 @@ def time_both(
         compiles: Whether steps of clients together are compiled.
 
     Returns:
-        Seconds of a client's step: where clients train one after another, and where they step together.
+        Seconds of a client's step, with clients one after another and with clients together.
 
     Raises:
-        MisconfigurationException: If the training step cannot be mapped over clients, or the module holds what cannot
-            be put back.
+        MisconfigurationException: If the training step cannot be mapped over clients, or the module holds an object
+            that cannot be restored.
     """
     with trial(trainer, loader, chunk, _TRIED_STEPS) as (together, alone):
         count = len(chunk.clients)

@@ -17,7 +17,7 @@ from lightning_lowrank.federated.algorithm import LocalStep
 from lightning_lowrank.federated.client_optimizers import ClientOptimizers
 from lightning_lowrank.federated.data.planner import Chunk
 from lightning_lowrank.federated.exchange import Exchange
-from lightning_lowrank.federated.failures import ClientsFailed, turn_of
+from lightning_lowrank.federated.failures import ClientsFailed, errors_of
 from lightning_lowrank.federated.leaks import OfTheRun
 from lightning_lowrank.federated.logbook import Logbook
 from lightning_lowrank.federated.messages import Message
@@ -43,7 +43,7 @@ def while_training(trainer: Any, own: Callable[..., Any], step: Callable[..., An
 class Execution(OfTheRun, ABC):
     """Runs the clients' half of rounds in one process, a chunk of clients at a time.
 
-    A chunk is one client, or several that step together. `open` makes its clients begin with what they are sent;
+    A chunk is one client, or several that step together. `open` makes its clients begin with their broadcasts;
     `LocalTraining` makes their steps, and calls `before_batch`, `step_of`, `before_step` and the method's
     ``local_update`` in each; `close` hands over what the clients send.
     """
@@ -57,7 +57,7 @@ class Execution(OfTheRun, ABC):
     optimizers: ClientOptimizers
     """The optimizers that clients take turns with."""
     logbook: Logbook | None = None
-    """Where what clients log that step together is collected, if anywhere."""
+    """The collector for logged values of clients that step together, if any."""
     channels_last: bool = False
     """Whether training steps see images with their channels last in memory, which checkpoints keep."""
 
@@ -74,7 +74,7 @@ class Execution(OfTheRun, ABC):
         self.number = 0
         self.round_state: State = {}
         self.before: dict[int, State] = {}
-        """What the open clients kept before the round."""
+        """The open clients' states before the round."""
         self.changes_objective = not inherits(self.algorithm, "loss") or self.settings.objective is not None
         """Whether the method or the settings change the objective."""
         self._own_gradients = not inherits(self.algorithm, "before_step")
@@ -142,7 +142,7 @@ class Execution(OfTheRun, ABC):
         """Run the training step, ``zero_grad()`` and ``backward()`` in one call, if the execution can.
 
         Returns:
-            The loss; ``None`` where there is none. Nothing has been done then.
+            The loss; ``None`` if there is none. Nothing has been done then.
         """
         return None
 
@@ -179,10 +179,10 @@ class Execution(OfTheRun, ABC):
         self.clients = [dataclasses.replace(each, steps=min(each.steps, made)) for each in self.clients]
 
     def _begin_client(self, client: ClientContext, message: Message) -> None:
-        with turn_of(client.id):
+        with errors_of(client.id):
             self.algorithm.begin(client, message)
             self._begin_extras(client)
-            self.exchange.began(client)
+            self.exchange.note_begun(client)
 
     def _begin_extras(self, client: ClientContext) -> None:
         """Apply the settings for buffers and the objective, after the method's `begin`."""
@@ -200,7 +200,7 @@ class Execution(OfTheRun, ABC):
     def _deliver(self, client: ClientContext, pack: Callable[[], Packet]) -> Exception | None:
         """Have the server receive the client's packet, the result of ``pack``; if that fails, return the error."""
         try:
-            with turn_of(client.id):
+            with errors_of(client.id):
                 packet = pack()
         except ClientsFailed as failed:
             return failed.error

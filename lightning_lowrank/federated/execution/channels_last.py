@@ -25,7 +25,7 @@ class ChannelsLast:
     them. Values stay as they are.
 
     Args:
-        module: The module. What it calls from `torch.nn.functional` is not seen.
+        module: The module. Its calls of `torch.nn.functional` are not detected.
     """
 
     def __init__(self, module: nn.Module) -> None:
@@ -74,7 +74,7 @@ def explained(error: RuntimeError, module: nn.Module) -> Exception:
         return error
     return MisconfigurationException(
         f"{type(module).__name__}.training_step() calls view() on a tensor whose values are in another order in memory:"
-        " execution='auto' gives images with their channels last (torch.channels_last), because the steps that it tried"
-        " were faster so. Use reshape() in place of view(), or execution='sequential', which leaves batches as they"
+        " execution='auto' converts images to torch.channels_last, because its trial steps were faster with that. Use"
+        " reshape() in place of view(), or execution='sequential', which leaves batches as they"
         f" are. torch says: {str(error).strip()}"
     )

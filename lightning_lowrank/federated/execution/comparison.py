@@ -30,7 +30,7 @@ from lightning_lowrank.federated.execution.differences import (
 from lightning_lowrank.federated.execution.mapped_leaks import MappedStepGuard, changed_number, numbers_of
 from lightning_lowrank.federated.execution.snapshot import Snapshot, trial
 from lightning_lowrank.federated.execution.stack import ClientStack, captured_logs
-from lightning_lowrank.federated.failures import is_of_memory
+from lightning_lowrank.federated.failures import is_memory_error
 from lightning_lowrank.federated.objective import loss_of
 from lightning_lowrank.federated.randomness import StepRandomness
 from lightning_lowrank.federated.state import trained_tensors
@@ -55,7 +55,7 @@ def difference(trainer: Any, module: pl.LightningModule, chunk: Chunk, loader: R
         loader: Reads their batches.
 
     Returns:
-        A sentence; an empty string where nothing differs, or the step cannot be tried, as rounds will say.
+        A sentence; an empty string if nothing differs, or the step cannot be tried, as rounds will say.
 
     Raises:
         Exception: If there is not enough memory, and for no other reason.
@@ -66,7 +66,7 @@ def difference(trainer: Any, module: pl.LightningModule, chunk: Chunk, loader: R
     except CannotStack as error:
         return str(error)
     except Exception as error:
-        if is_of_memory(error):
+        if is_memory_error(error):
             raise
         return ""
     return f"a client's step changes when clients step together: {found}" if found else ""

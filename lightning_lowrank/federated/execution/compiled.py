@@ -1,6 +1,6 @@
 """Compiled steps of clients together, by `torch.compile`: full batches only, in at most four stack sizes.
 
-`ClientStack` asks for the gradients of the clients that have a full batch. Where nothing can be compiled, their step is
+`ClientStack` asks for the gradients of the clients that have a full batch. If nothing can be compiled, their step is
 made as it is.
 """
 
@@ -65,7 +65,7 @@ class CompiledSteps(OfTheRun):
     """The compiled steps of a fit.
 
     Each size of a stack is compiled at its first use, and its results are compared with those of the step as it is,
-    where it draws no random numbers. A batch of another form is left to the step as it is. Where a step reads another
+    if it draws no random numbers. A batch of another form is left to the step as it is. If a step reads another
     number later, such as its own, no further steps are compiled.
 
     Args:
@@ -120,7 +120,7 @@ class CompiledSteps(OfTheRun):
         Args:
             training_step: The user's.
             takes_index: Whether it takes the number of the step.
-            inputs: What the step takes, which is left as it is.
+            inputs: The step's inputs, which are not changed.
             number: The step's number.
         """
         form, size = form_of(inputs), len(next(iter(inputs.trained.values())))
@@ -227,7 +227,7 @@ class _Client(nn.Module):
 def differ(found: Results, expected: Results, values: bool = True) -> str:
     """The first difference beyond rounding between a compiled and an uncompiled step; empty if there is none.
 
-    Without ``values`` only their names are compared, as where the step draws random numbers.
+    Without ``values`` only their names are compared, for steps that draw random numbers.
     """
     # A compiled step returns zero gradients for unused values.
     used = {name: value for name, value in found.gradients.items() if name in expected.gradients or bool(value.any())}

@@ -21,7 +21,7 @@ TOLERANCES = {torch.float16: 2e-2, torch.bfloat16: 1e-1}
 _TOLERANCE_OF_GRADIENTS = 2e-2
 """Deep networks with BatchNorm amplify rounding: that of ResNet-18's first gradient reaches 7e-3."""
 _MORE_FOR_GRADIENTS = 3
-"""In 16 bits too, where the terms of a gradient cancel out: an MLP in bfloat16 reaches 0.11."""
+"""In 16 bits too, if the terms of a gradient cancel out: an MLP in bfloat16 reaches 0.11."""
 
 
 def first_difference(
@@ -31,7 +31,7 @@ def first_difference(
 
     Args:
         found: The results.
-        expected: What they are to be.
+        expected: The expected results.
         tolerance: Of the largest number of a kind; that of gradients is three times as large, and 2e-2 at least.
         way: How the expected ones were made, such as ``"for the client alone"``.
     """
@@ -41,7 +41,7 @@ def first_difference(
     for kind, name in [*expected, *(found.keys() - expected.keys())]:
         if (kind, name) not in found or (kind, name) not in expected:
             only = "not " if (kind, name) in found else "only "
-            return f"{kind} {name} is there {only}{way}".replace("  ", " ")
+            return f"{kind} {name} exists {only}{way}".replace("  ", " ")
         value = expected[kind, name]
         allowed = max(_MORE_FOR_GRADIENTS * tolerance, _TOLERANCE_OF_GRADIENTS) if kind == GRADIENT else tolerance
         other = found[kind, name].detach().double().view_as(value)

@@ -59,7 +59,8 @@ class StackedProducts(TorchFunctionMode):
       and copying that into place costs as much as the products of a small model. Here it lies as the weights do.
     - ``F.conv1d``, ``F.conv2d`` and ``F.conv3d`` with a weight of each client's own, on the CPU: torch makes one
       grouped convolution of them, for which its library has no fast code. Here each client has a convolution of its
-      own, with the channels last in memory; so are those of its output, which makes what follows faster as well.
+      own, with the channels last in memory; so are those of its output, which makes the following layers faster as
+      well.
     - ``F.cross_entropy`` with class indices, averaged: torch moves the classes to another place in memory first. Here
       they stay where the layer above leaves them: last if all clients share its weight, else the last but one.
     - ``F.batch_norm``: torch normalises, scales and shifts in turn. On an accelerator, clients' channels are here those
@@ -78,7 +79,7 @@ class StackedProducts(TorchFunctionMode):
     - ``F.dropout`` on the CPU: torch draws in the order of dimensions, here the draws lie in memory as the input does.
     - ``bool()``, ``item()`` and the like of a tensor that is the same for all clients: torch refuses them all. Here
       they give the number.
-    - ``tensor.requires_grad``: torch says false of what is mapped. Here it is true where gradients are computed.
+    - ``tensor.requires_grad``: torch returns false for mapped tensors. Here it is true if gradients are computed.
 
     Weights whose changes are kept apart are computed with as `DeferredSteps` does.
 
@@ -563,6 +564,6 @@ _OTHERWISE: dict[Any, Callable[..., Any]] = {
     torch.select_scatter: _select_scatter,
     Tensor.select_scatter: _select_scatter,
 }
-"""What is computed in another way, by functions of the same arguments."""
+"""The replaced functions, with replacements of the same arguments."""
 if hasattr(F, "linear_cross_entropy"):
     _OTHERWISE[F.linear_cross_entropy] = _linear_cross_entropy

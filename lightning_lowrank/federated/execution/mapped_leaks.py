@@ -18,7 +18,7 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import Tensor, nn
 from torchmetrics import Metric
 
-from lightning_lowrank.federated.execution.why_not import CannotMap, updates
+from lightning_lowrank.federated.execution.why_not import CannotMap, metric_update_reason
 from lightning_lowrank.federated.leaks import as_code, plain_entries, reachable
 from lightning_lowrank.internals.replaced import replaced
 from lightning_lowrank.internals.torch import TorchDispatchMode, is_mapped, is_transformed, own_buffers, writes
@@ -39,7 +39,7 @@ class MappedTensors:
         self._buffers = [(table, dict(table)) for table in map(own_buffers, module.modules())]
 
     def remove(self) -> None:
-        """Restore buffers that were replaced by such tensors, and reset metrics whose state holds some."""
+        """Restore buffers that mapped tensors replaced, and reset metrics with mapped tensors in their state."""
         for table, before in self._buffers:
             table.update({key: value for key, value in before.items() if _is_transformed(table.get(key))})
         for part in self._module.modules():
@@ -116,19 +116,19 @@ class MappedStepGuard:
     def _refuse_changes(self) -> None:
         metric = self.updated_metric()
         if metric:
-            raise CannotMap(updates(metric))
+            raise CannotMap(metric_update_reason(metric))
         for name, item in reachable("self", self._module):
             if isinstance(item, (list, set, deque)) and any(map(_is_of_clients, item)):
                 raise CannotMap(
-                    f"it leaves values of its clients in {as_code(name)}, where they mean nothing after the step; log"
+                    f"it stores clients' values in {as_code(name)}, where they have no meaning after the step; log"
                     " them, or clear it at the end of the step"
                 )
             if isinstance(item, dict):
                 found = [key for key, value in item.items() if _is_of_clients(value)]
                 if found and name.endswith("._buffers"):
                     raise CannotMap(
-                        f"it replaces the buffer {as_code(f'{name}.{found[0]}')}, which is not persistent and therefore"
-                        " one for all clients; register it with persistent=True"
+                        f"it replaces the buffer {as_code(f'{name}.{found[0]}')}, which is not persistent and"
+                        " therefore shared by all clients; register it with persistent=True"
                     )
                 self._replaced += [(item, key, as_code(f"{name}.{key}")) for key in found]
 
@@ -145,7 +145,7 @@ def changed_number(before: Mapping[str, Any], now: Mapping[str, Any]) -> str:
     if not changed:
         return ""
     name = as_code(changed[0])
-    return f"it changes the number {name}, which is one for all clients and would count their steps together"
+    return f"it changes the number {name}, which all clients share, so that it would count their steps together"
 
 
 def _is_of_clients(value: Any) -> bool:
@@ -164,7 +164,7 @@ class _Placeholder(Tensor):
         values = [*arguments, *(keywords or {}).values()]
         values += [each for value in values if isinstance(value, (list, tuple)) for each in value]
         name = next((value.place for value in values if isinstance(value, _Placeholder)), "an attribute")
-        raise CannotMap(f"{name} is read after the step that has set it, and is one for all clients")
+        raise CannotMap(f"{name} is set in one step and read in a later one, but all clients share it")
 
 
 def _placeholder(name: str) -> Tensor:
@@ -174,8 +174,8 @@ def _placeholder(name: str) -> Tensor:
 
 
 @contextmanager
-def refused_writes(module: pl.LightningModule, hook: str) -> Iterator[None]:
-    """Refuse a hook that writes to or replaces a tensor of the module, which holds the global model."""
+def refuse_writes(module: pl.LightningModule, hook: str) -> Iterator[None]:
+    """A context that refuses writes by a hook to the module's tensors, which hold the global model."""
     original = getattr(module, hook)
 
     @functools.wraps(original)
@@ -188,7 +188,7 @@ def refused_writes(module: pl.LightningModule, hook: str) -> Iterator[None]:
         if changed:
             raise MisconfigurationException(
                 f"execution='vectorized' is not possible: {type(module).__name__}.{hook}() changes {changed[0]} in the"
-                " module, which holds the global model there, not a client's. Use execution='sequential'."
+                " module, which holds the global model while clients step together. Use execution='sequential'."
             )
         return result
 

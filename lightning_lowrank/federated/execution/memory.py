@@ -32,7 +32,7 @@ def _bytes_of_a_step(trainer: Any, data: RoundData) -> int:
     """The bytes that a client's step needs in addition to the client's values; 0 if no trial step is possible."""
     module, device = trainer.lightning_module, trainer.strategy.root_device
     loader = data.loader
-    longest = max(data.planner.tried(), key=lambda chunk: data.planner.samples[chunk.clients[0]])
+    longest = max(data.planner.trial_chunks(), key=lambda chunk: data.planner.samples[chunk.clients[0]])
     measure = _peak if hasattr(device_module(device), "reset_peak_memory_stats") else _saved
     data.randomness.open()
     try:

@@ -9,13 +9,13 @@ from typing import Any
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import Tensor
 
-from lightning_lowrank.arguments import listed
+from lightning_lowrank.arguments import join_names
 from lightning_lowrank.federated.algorithm import LocalStep
 from lightning_lowrank.federated.checks import check_factor_gradients
 from lightning_lowrank.federated.data.planner import Chunk
 from lightning_lowrank.federated.execution.base import Execution
 from lightning_lowrank.federated.execution.channels_last import ChannelsLast, explained
-from lightning_lowrank.federated.failures import turn_of
+from lightning_lowrank.federated.failures import errors_of
 from lightning_lowrank.federated.protocols import UnequalClients
 from lightning_lowrank.federated.state import ClientContext
 
@@ -65,7 +65,7 @@ class Sequential(Execution):
     def _install(self, chunk: Chunk) -> ClientContext:
         self.chunk = chunk
         (client,) = self.clients = self._contexts(chunk, lambda place: self.live)
-        with turn_of(client.id):
+        with errors_of(client.id):
             UnequalClients.of(self.algorithm).configure(self.base, client)
         self.round_state = client.round_state
         return client
@@ -89,8 +89,8 @@ class Sequential(Execution):
             if late:
                 names = [name for name, value in self.module.named_parameters() if value in late]
                 raise MisconfigurationException(
-                    f"{listed(names)} is trained in a step, and was frozen when the round began, so that it would go"
-                    " from client to client: set requires_grad back at the end of each step, or change it in"
+                    f"{join_names(names)} is trained in a step but was frozen when the round began, so that its value"
+                    " would pass from client to client: restore requires_grad at the end of each step, or change it in"
                     " on_train_epoch_start."
                 )
             if not self._has_trained and self.module.automatic_optimization:

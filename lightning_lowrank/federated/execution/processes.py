@@ -1,8 +1,8 @@
 """Multi-device simulation: processes that train different clients of the same round.
 
-Every process holds the same server and plans the same round. Each trains its share of the round's clients. When all
-have ended, what the clients sent is exchanged, so that every process has the same server again. `FederatedLoop` uses a
-`SharedCoordinator` where the trainer's strategy is `ClientParallelStrategy`.
+Every process holds the same server and plans the same round. Each trains its share of the round's clients. At a round's
+end the processes exchange the clients' messages, so that every process has the same server again. `FederatedLoop` uses
+a `SharedCoordinator` if the trainer's strategy is `ClientParallelStrategy`.
 """
 
 from __future__ import annotations
@@ -59,21 +59,21 @@ class ClientParallelStrategy(DDPStrategy):
 
     Each process has one device, and processes are started as by Lightning's own ``DDPStrategy``: by the trainer, by
     ``torchrun`` or by SLURM, on one or several machines. Clients are divided by their numbers of batches, the longest
-    first, each to the process with the least to do. No gradients are averaged. What a run ends with is equal to that of
-    a single process to rounding, the ledger exactly; so are checkpoints, from which a run with another number of
-    processes goes on.
+    first, each to the process with the least to do. No gradients are averaged. A run's weights equal those of a single
+    process to rounding, the ledger exactly; so do checkpoints, from which a run with another number of processes can
+    continue.
 
     - Weights are those of the first process when the fit begins, as they were before and after ``setup``.
     - Processes make equally many turns in a round, for Lightning has them meet once a turn: where one has trained its
       clients, it takes turns in which nobody trains. The module's and callbacks' hooks around batches, and
       ``training_step``, may not communicate. What sets ``should_stop`` inside a round does so in every process in the
       same turn, as Lightning's own callbacks do.
-    - When a round has ended, ``global_step`` and the loggers' step are what a single process would have counted. Inside
-      a round they are the process's own. Where clients step together, each process stacks its own, and counts the steps
+    - When a round has ended, ``global_step`` and the loggers' step are those of a single process. Inside
+      a round they are the process's own. If clients step together, each process stacks its own, and counts the steps
       of these chunks.
     - ``max_steps``, ``min_steps`` and checkpoints inside a round are refused.
-    - What is logged over an epoch, `torchmetrics.Metric` objects included, is that of all processes' clients; what is
-      logged on a step is that of the first process. ``sync_dist`` has no effect.
+    - Figures of an epoch, `torchmetrics.Metric` objects included, are those of all processes' clients; figures of a
+      step are those of the first process. ``sync_dist`` has no effect.
     - Validation, test and prediction loaders are not divided: every process evaluates all samples, and has the same
       figures. Loggers and checkpoints are written by the first process.
 
@@ -261,14 +261,14 @@ def shared_by(trainer: Any) -> ClientParallelStrategy | None:
         if steps or interval:
             raise MisconfigurationException(
                 "ModelCheckpoint(every_n_train_steps=...) or (train_time_interval=...) saves inside a round, when the"
-                f" {trainer.world_size} processes are at different clients: set every_n_epochs=1 or more, which counts"
+                f" {trainer.world_size} processes train different clients: set every_n_epochs=1 or more, which counts"
                 " rounds, or devices=1."
             )
         share = getattr(trainer, "val_check_interval", 1.0)
         if share != 1.0 and not after_epoch:
             raise MisconfigurationException(
-                f"ModelCheckpoint saves when validation ends, which val_check_interval={share} has inside a round,"
-                f" when the {trainer.world_size} processes are at different clients: give it"
+                f"ModelCheckpoint saves at the end of a validation, which val_check_interval={share} puts inside a"
+                f" round, when the {trainer.world_size} processes train different clients: give it"
                 " save_on_train_epoch_end=True, or set devices=1."
             )
     for name in ("max_steps", "min_steps"):
@@ -280,8 +280,8 @@ def shared_by(trainer: Any) -> ClientParallelStrategy | None:
     seconds = validation_seconds(trainer)
     if seconds is not None:
         raise MisconfigurationException(
-            f"val_check_interval, here {seconds:g} seconds, goes by each process's own clock,"
-            f" and validation needs all {trainer.world_size} of them: give it in batches or as a share of a round, or"
+            f"val_check_interval, here {seconds:g} seconds, is measured by each process's own clock, but validation"
+            f" needs all {trainer.world_size} of them: give it in batches or as a share of a round, or"
             " leave it out."
         )
     return strategy
@@ -290,7 +290,7 @@ def shared_by(trainer: Any) -> ClientParallelStrategy | None:
 def check_processes(
     strategy: ClientParallelStrategy, trainer: Any, algorithm: Algorithm, seed: int, data: RoundData
 ) -> None:
-    """Refuse processes with different seeds, methods or partitions; note if there are more than clients in a round."""
+    """Refuse processes with different seeds, methods or partitions; report more processes than clients."""
     assert data.indices is not None
     mine = {"seed": seed, "method": repr(type(algorithm)), "partition": data.indices.digest()}
     for rank, theirs in enumerate(strategy.gather(mine)):
@@ -317,9 +317,9 @@ class _Announced:
     client: ClientInfo
     weight: float
     names: list[str] | None
-    """The names of the message's tensors; ``None`` where the message was added up where it arrived."""
+    """The names of the message's tensors; ``None`` if the message was added up in the process that received it."""
     state: list[Any]
-    """What the client keeps, as `flatten_state` describes it."""
+    """The client's state, as `flatten_state` describes it."""
     layout: Layout
     """Of the message's tensors, and of those that the client keeps."""
 
@@ -347,12 +347,12 @@ class SharedCoordinator(Coordinator):
     """The server's half of rounds in each of several processes, which exchange their arrivals at a round's end.
 
     Every process holds the same server and plans the same round. Arrivals wait until all processes have trained their
-    clients, so that the stages and the method see what they would see in a single process.
+    clients, so that the stages and the method see the same as in a single process.
 
     Args:
         strategy: Connects the processes.
         trainer: The trainer, whose counts of steps become those of one process.
-        parts: What it connects.
+        parts: The objects that it connects.
     """
 
     averages_models = False

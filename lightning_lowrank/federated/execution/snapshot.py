@@ -41,7 +41,7 @@ class Snapshot:
         dataset: A data set that is read meanwhile. Its tensors and arrays are not copied.
 
     Raises:
-        MisconfigurationException: If there is an iterator or an open file, which cannot be put back.
+        MisconfigurationException: If there is an iterator or an open file, which cannot be restored.
     """
 
     def __init__(self, module: nn.Module, optimizers: Sequence[Optimizer] = (), dataset: Dataset | None = None) -> None:
@@ -71,7 +71,8 @@ class Snapshot:
             return functools.partial(setattr, item.bit_generator, "state", item.bit_generator.state)
         if hasattr(type(item), "__next__"):
             raise MisconfigurationException(
-                f"{as_code(name)} is of {type(item).__name__}, which a trial of the training step could not put back"
+                f"{as_code(name)} is of {type(item).__name__}, which cannot be restored after a trial of the training"
+                " step"
             )
         return None
 
@@ -121,7 +122,7 @@ def trial(
         The clients' batches together step by step, and their first ones alone; see `RoundLoader.read`.
 
     Raises:
-        MisconfigurationException: If an object cannot be put back, or a step changes a frozen parameter.
+        MisconfigurationException: If an object cannot be restored, or a step changes a frozen parameter.
     """
     frozen = frozen_parameters(trainer.lightning_module)
     guard = ChangedTensors(frozen, frozen)

@@ -2,7 +2,7 @@
 
 `Vectorized` uses it. The trained values of a chunk's clients are stacks ``[clients, …]``, which the optimizers hold in
 place of the module's own parameters. A step is ``vmap`` over ``training_step``, followed by the user's elementwise
-optimizer on the stacks. What is frozen is not stacked, so that all clients share one product with it. The module
+optimizer on the stacks. Frozen weights are not stacked, so that all clients share one product with it. The module
 itself keeps the global model.
 """
 
@@ -32,7 +32,7 @@ from lightning_lowrank.federated.execution.base import while_training
 from lightning_lowrank.federated.execution.compiled import CompiledSteps, Inputs, Results, differ, tensors_in
 from lightning_lowrank.federated.execution.mapped_layers import StackedProducts
 from lightning_lowrank.federated.execution.mapped_leaks import MappedStepGuard, MappedTensors
-from lightning_lowrank.federated.execution.why_not import CannotMap, cause_of, updates
+from lightning_lowrank.federated.execution.why_not import CannotMap, cause_of, metric_update_reason
 from lightning_lowrank.federated.leaks import OfTheRun, reachable
 from lightning_lowrank.federated.logbook import Logbook
 from lightning_lowrank.federated.objective import loss_of
@@ -61,8 +61,8 @@ LOGGED_AGAIN = "\0"
 """Added to a name that a step has logged before."""
 
 
-def _homes(module: nn.Module, names: Mapping[Tensor, str]) -> list[tuple[MutableMapping[str, Any], str, str]]:
-    """Where a module's parts keep the named tensors: the table, the key in it, and the tensor's name."""
+def _locations(module: nn.Module, names: Mapping[Tensor, str]) -> list[tuple[MutableMapping[str, Any], str, str]]:
+    """For each tensor: the table of the submodule that contains it, its key in that table, and its full name."""
     return [
         (table, key, names[tensor])
         for part in module.modules()
@@ -76,8 +76,8 @@ def _refuse_gradient(gradient: Tensor) -> None:
     """A gradient hook on the module's own parameters, which hold the global model while clients step together."""
     raise MisconfigurationException(
         "execution='vectorized' cannot map training_step over clients: its loss depends on a parameter that the step"
-        " does not take from the module that holds it, but from a list or another object made before, where it is one"
-        " for all clients. Take it from the module (self.parameters(), self.layer.weight) in each step, or use"
+        " reads from a list or another object instead of its module, so that all clients would share it. Read it from"
+        " the module (self.parameters(), self.layer.weight) in each step, or use"
         " execution='sequential'."
     )
 
@@ -92,12 +92,12 @@ class ClientStack(OfTheRun):
         module: The user's module.
         live: The module's trained parameters and persistent buffers by name.
         count: Number of clients.
-        objective: What is trained in place of the training step's own loss. It gets ``round_state``.
+        objective: The objective in place of the training step's own loss. It gets ``round_state``.
         guard: Refuses changes of the module; by default one that begins here.
         falls_back: Whether clients make their steps one after another once these cannot be mapped.
         compiled: The fit's compiled steps, if there are any.
         defers: Whether nobody sees weights between steps, so that a projected optimizer may defer its own.
-        logbook: Takes what each client logs; ``None``: nobody does.
+        logbook: Collects each client's logged values; ``None``: nobody does.
     """
 
     def __init__(
@@ -128,7 +128,7 @@ class ClientStack(OfTheRun):
         self.active = count
         self._objective = objective
         self.round_state: State = {}
-        self._homes = _homes(module, {tensor: name for name, tensor in live.items()})
+        self._homes = _locations(module, {tensor: name for name, tensor in live.items()})
         self._deferrable = self._weights_of_linear_layers() if defers else []
         # Compiled steps come in few stack sizes, which may exceed the number of clients.
         rows = count if compiled is None else max(count, compiled.size_for(count))
@@ -239,8 +239,7 @@ class ClientStack(OfTheRun):
     def _made(self, parts: Parts, batch_idx: int) -> Tensor:
         self._tell_of_unequal(parts)
         mapped = any(len(places.numbers) > 1 for places, _ in parts)
-        # A step over several forms of batches also counts as one for numbers of the module, even if no form has two
-        # clients.
+        # A step over several forms of batches is guarded like a mapped one, even if no form has two clients.
         together = mapped or len(parts) > 1
         if together:
             self._guard.before_step()
@@ -253,8 +252,7 @@ class ClientStack(OfTheRun):
             if self.note is not None:
                 self.note(losses, values)
             if len(places.numbers) > 1:
-                # Not for a single client: its value in an attribute is a plain tensor, which the next client's step
-                # would read.
+                # Not for a single client, whose values in attributes are plain tensors that later steps may read.
                 self._guard.after_part()
             total = losses.sum() if total is None else total + losses.sum()
             logged.add(values, places.samples)
@@ -268,7 +266,7 @@ class ClientStack(OfTheRun):
         """Do `training_step`, ``zero_grad()`` and ``backward()``, compiled for the clients with a full batch.
 
         Returns:
-            The sum of the losses; ``None`` where nothing is compiled. Nothing has been done then.
+            The sum of the losses; ``None`` if nothing is compiled. Nothing has been done then.
         """
         compiled = self._compiled
         if compiled is None or compiled.reason or not self._guard.settled or not self._guard.mapped:
@@ -311,8 +309,8 @@ class ClientStack(OfTheRun):
         if not is_new:
             part.store(results, compiled.settings[size], compiled.used[size])
             return results.losses, results.logged
-        # At first use the uncompiled step runs too, for comparison, and its results count: compiled steps draw other
-        # numbers.
+        # At first use the uncompiled step runs too, for comparison, and its results are used, because compiled steps
+        # draw other random numbers.
         before, versions = random_states(self.device), part.versions()
         losses, logged = part.backward()
         draws = not all(map(torch.equal, before, random_states(self.device)))
@@ -339,9 +337,10 @@ class ClientStack(OfTheRun):
         shapes = [f"{one[0]} of shapes {one[1]} and {two[1]}" for one, two in zip(*tensors, strict=False) if one != two]
         rank_zero_warn(
             f"execution='vectorized': clients' batches of {places.samples} samples differ in form"
-            f" ({(*shapes, 'in what is no tensor')[0]}), and only those of one form step together: have the collate"
-            " function pad them to one length (pad_to_multiple_of of TextClassification and Instructions), or leave out"
-            " what is no tensor."
+            f" ({(*shapes, 'in entries that are no tensors')[0]}), and only those of one form step together: have the"
+            " collate"
+            " function pad them to one length (pad_to_multiple_of of TextClassification and Instructions), or leave"
+            " out entries that are no tensors."
         )
 
     def run(
@@ -380,7 +379,7 @@ class ClientStack(OfTheRun):
         if not isinstance(loss, Tensor):
             raise MisconfigurationException(
                 f"execution='vectorized': training_step gave {output!r} in place of a loss, and clients that step"
-                " together cannot leave a step out; use execution='sequential'."
+                " together cannot skip a step; use execution='sequential'."
             )
         if loss.numel() != 1:
             raise ValueError(f"training_step gave a loss of shape {tuple(loss.shape)} in place of one number")
@@ -428,12 +427,12 @@ class ClientStack(OfTheRun):
                 )
         except (RuntimeError, ValueError, NotImplementedError, TypeError) as error:
             metric = self._guard.updated_metric()
-            cause = updates(metric) if metric else cause_of(error)
+            cause = metric_update_reason(metric) if metric else cause_of(error)
             if not self._falls_back:
                 raise CannotMap(cause) from error
             self._guard.mapped = False
             rank_zero_warn(
-                f"execution='auto': training_step cannot be mapped over clients any more: {cause}. From here on clients"
+                f"execution='auto': training_step can no longer be mapped over clients: {cause}. From here on clients"
                 " make their steps one after another."
             )
         for stack, before in zip(written, kept, strict=True):
@@ -457,7 +456,7 @@ class ClientStack(OfTheRun):
             yield
             for table, key, name in self._homes:
                 if key not in table:
-                    raise CannotMap(f"it takes {name} out of its module, as a parametrization that is put on and off")
+                    raise CannotMap(f"it removes {name} from its module, as adding or removing a parametrization does")
                 if table[key] is not values[name]:
                     # Some steps assign a new buffer instead of changing it in place.
                     with torch.no_grad():
@@ -497,7 +496,7 @@ def captured_logs(
     Args:
         module: The module whose step is mapped.
         settings: Takes by name with which settings values are logged.
-        refuse_metric: Returns what is raised for a metric that is logged, given its name.
+        refuse_metric: Returns the error for a logged metric object, given its name.
     """
     captured: dict[str, Tensor] = {}
 
@@ -524,8 +523,8 @@ def captured_logs(
 
 def _refuse_metric(name: str, metric: Metric) -> MisconfigurationException:
     return MisconfigurationException(
-        f"execution='vectorized': training_step logs the metric {type(metric).__name__} as {name!r}, whose"
-        " state is one for all clients; log its value, or use execution='sequential'."
+        f"execution='vectorized': training_step logs the metric {type(metric).__name__} as {name!r}, whose state all"
+        " clients would share; log its value, or use execution='sequential'."
     )
 
 
@@ -580,7 +579,7 @@ class _Logged:
 class _Part:
     """The clients of a step whose batches have equal shapes.
 
-    Buffers and round states are copies where it stands ``apart``: autograd keeps some of them for the backward pass of
+    Buffers and round states are copies if it is ``apart``: autograd keeps some of them for the backward pass of
     all parts, and would take what another part writes into its own rows of a stack for a change of these.
     """
 

@@ -19,15 +19,15 @@ from lightning_lowrank.federated.coordinator import Coordinator
 from lightning_lowrank.federated.data.planner import Chunk
 from lightning_lowrank.federated.execution.base import Execution
 from lightning_lowrank.federated.execution.compiled import CompiledSteps
-from lightning_lowrank.federated.execution.mapped_leaks import MappedStepGuard, refused_writes
+from lightning_lowrank.federated.execution.mapped_leaks import MappedStepGuard, refuse_writes
 from lightning_lowrank.federated.execution.stack import ClientStack
 from lightning_lowrank.federated.execution.why_not import (
     ActsOnStacks,
     hooks_around_steps,
     reason_of_hooks,
-    steps_are_seen,
+    steps_are_observed,
 )
-from lightning_lowrank.federated.failures import ClientsFailed, turn_of
+from lightning_lowrank.federated.failures import ClientsFailed, errors_of
 from lightning_lowrank.federated.protocols import UnequalClients, inherits
 from lightning_lowrank.federated.state import ClientContext, State, slice_tree, stack_trees
 from lightning_lowrank.internals.peft import is_base_change
@@ -38,7 +38,7 @@ _NUMBERS_AT_ONCE = 2**20
 
 def structure_of(module: nn.Module) -> Hashable:
     """A key of the module's structure: two rounds with equal keys compute steps in the same way."""
-    # Without changes of quantised base weights, which grow with the rounds and which all clients share.
+    # Changes of quantised base weights are left out: they grow with the rounds, and all clients share them.
     buffers = [(name, value) for name, value in module.named_buffers() if not is_base_change(name)]
     tensors = [*module.named_parameters(), *buffers]
     return (
@@ -74,9 +74,9 @@ class Vectorized(Execution):
         self.compiled_steps = CompiledSteps(self.module, clients, samples, run)
 
     def start(self) -> None:
-        """Forbid the module's hooks around steps to change tensors, which are the global model's."""
+        """Forbid hooks around steps to change the module's tensors, which hold the global model."""
         for hook in hooks_around_steps(self.module):
-            self._guards.enter_context(refused_writes(self.module, hook))
+            self._guards.enter_context(refuse_writes(self.module, hook))
 
     def stop(self) -> None:
         """Restore the module's hooks."""
@@ -146,7 +146,7 @@ class Vectorized(Execution):
     def _succeeds(self, client: ClientContext, failed: dict[int, Exception], act: Callable[[], None]) -> bool:
         """Run ``act`` for a client and record an error in ``failed``; return whether it succeeded."""
         try:
-            with turn_of(client.id):
+            with errors_of(client.id):
                 act()
         except ClientsFailed as error:
             if self.settings.on_client_error == "raise":
@@ -180,7 +180,7 @@ class Vectorized(Execution):
             self._guard,
             self.settings.execution == "auto",
             self.compiled_steps,
-            defers=not steps_are_seen(self.trainer, self.algorithm),
+            defers=not steps_are_observed(self.trainer, self.algorithm),
             logbook=self.logbook,
         )
 
@@ -277,13 +277,13 @@ class Vectorized(Execution):
             client.round_state.clear()
             client.round_state.update(slice_tree(self.round_state, place))
             try:
-                with turn_of(client.id):
+                with errors_of(client.id):
                     answers.append(self.exchange.answer(client, self.algorithm.end(client)))
             except ClientsFailed as failed:
                 found[client.id] = failed.error
         packets: list[Packet] = []
         # If that fails, they are sent one by one, and only the client whose message cannot be sent fails.
-        with suppress(ClientsFailed), turn_of(*(client.id for client, *_ in answers)):
+        with suppress(ClientsFailed), errors_of(*(client.id for client, *_ in answers)):
             packets = self.exchange.wire.up_together(answers)
 
         def packed(place: int) -> Packet:

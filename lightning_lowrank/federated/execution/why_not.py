@@ -53,7 +53,7 @@ _CAUSES: tuple[tuple[str, str], ...] = (
     ),
     (
         r"inplace|in-place|in place|_\(self, \*extra_args\)|output with shape \S+ \S+ match the broadcast shape",
-        "it changes a tensor in place that is one for all clients: a frozen weight, a buffer that is not persistent, or"
+        "it changes a tensor in place that all clients share: a frozen weight, a buffer that is not persistent, or"
         " one made in the step by torch.zeros() and the like (make that by new_zeros() of one of the clients' tensors)",
     ),
     (
@@ -87,16 +87,16 @@ def cause_of(error: Exception) -> str:
     return f"{sentence}; torch says: {message}" if sentence else f"{type(error).__name__}: {message}"
 
 
-def updates(metric: str) -> str:
+def metric_update_reason(metric: str) -> str:
     """A sentence on a metric that the training step updates."""
-    return f"it updates the metric {metric}, whose state is one for all clients; log its value instead"
+    return f"it updates the metric {metric}, whose state all clients would share; log its value instead"
 
 
 class CannotMap(MisconfigurationException):
     """Raised for a training step that cannot be mapped over clients, with the cause.
 
     Attributes:
-        reason: What is refused and why, without what to use in place of ``execution='vectorized'``.
+        reason: The refusal and its reason, without an alternative to ``execution='vectorized'``.
     """
 
     def __init__(self, cause: str) -> None:
@@ -108,14 +108,14 @@ class CannotMap(MisconfigurationException):
 class ActsOnStacks(Protocol):
     """Protocol of callbacks that change gradients before the optimizer steps and can do so on stacks of clients.
 
-    Where one of this package has an attribute ``acts_on_gradients`` that is false, it does nothing in this run.
+    If one of this package has an attribute ``acts_on_gradients`` that is false, it does nothing in this run.
     """
 
     def on_before_stacked_step(self, module: pl.LightningModule, stacks: Mapping[str, Tensor]) -> None:
         """Change the gradients of stacked parameters ``[clients, …]``, given by name."""
 
 
-def steps_are_seen(trainer: Any, algorithm: Algorithm) -> bool:
+def steps_are_observed(trainer: Any, algorithm: Algorithm) -> bool:
     """Whether anything besides the optimizer may read gradients in steps or weights between steps."""
     module = trainer.lightning_module
     if (

@@ -208,8 +208,8 @@ def check_budget(
     check_number("delta", delta, above=0, below=1)
     if noise_multiplier is None and target_epsilon is None:
         raise MisconfigurationException(
-            "give noise_multiplier, the noise over the clipping norm, or target_epsilon, for which it is found, or"
-            " both: then the noise is as given and the run ends before target_epsilon is passed."
+            "give noise_multiplier (the noise over the clipping norm), target_epsilon (which determines the noise), or"
+            " both: then the noise is as given, and the run ends before target_epsilon is exceeded."
         )
     if noise_multiplier is not None:
         check_number("noise_multiplier", noise_multiplier, above=0)

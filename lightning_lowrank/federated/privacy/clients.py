@@ -24,7 +24,7 @@ class ClientPrivacy(Configured):
         + \mathcal{N}(0, (z C)^2)\Big)
 
     in place of each client's message. So whatever the method's server does with it costs nothing more. The denominator
-    :math:`m` is fixed: ``clients_per_round``, or all clients that have samples where these are fewer, which Poisson
+    :math:`m` is fixed: ``clients_per_round``, or all clients that have samples if these are fewer, which Poisson
     sampling draws on average. All clients count alike. The guarantee is (ε, δ)-differential privacy of each client's
     whole data against everybody who sees the global models. The server, who sees updates, is trusted, and so are the
     figures that the training logs. See ``docs/privacy.md``.
@@ -48,8 +48,8 @@ class ClientPrivacy(Configured):
             variance :math:`(zC)^2` over ``min_clients`` before it is encoded, so that the sum of ``min_clients`` has
             the noise that is accounted. A round with fewer answers ends the fit. It goes with ``sampling="fixed"``, a
             given ``noise_multiplier``, and messages that carry all of the noise: of 32 bits or more, without an
-            ``uplink`` or a codec of the method's that is not `additive <Codec>`. It needs clients that do as they are
-            told.
+            ``uplink`` or a codec of the method's that is not `additive <Codec>`. It needs clients that follow the
+            protocol.
         quantile: Share of updates, in (0, 1), that is not to be clipped: :math:`C` follows it (Andrew et al., NeurIPS
             2021, Algorithm 1), :math:`C \leftarrow C \exp(-\eta(\tilde b - \gamma))` with the noised share
             :math:`\tilde b`. ``None`` (default): :math:`C` is fixed.
@@ -116,7 +116,7 @@ class ClientPrivacy(Configured):
             if noise_multiplier is None:
                 raise MisconfigurationException(
                     "noise_at='clients' needs noise_multiplier: a client does not know the numbers of rounds and"
-                    " clients from which target_epsilon would give it."
+                    " clients from which target_epsilon determines it."
                 )
         self.clip = clip
         self.noise_multiplier = noise_multiplier
@@ -130,7 +130,7 @@ class ClientPrivacy(Configured):
         self.accountant: Accountant = accountant
         self.secure = secure
         self.secret = secrets.randbits(62) if secure else None
-        """The seed by which clients are drawn where ``secure``; checkpoints hold it."""
+        """The seed by which clients are drawn if ``secure``; checkpoints hold it."""
 
     def sampling_seed(self, seed: int) -> int:
         """The seed for drawing clients, given the experiment's seed."""

@@ -19,7 +19,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from lightning_lowrank.aggregation.aggregator import float64_device
-from lightning_lowrank.arguments import listed
+from lightning_lowrank.arguments import join_names
 from lightning_lowrank.federated.algorithm import Algorithm, detached
 from lightning_lowrank.federated.checks import check_factors_move, refuse_batch_norm
 from lightning_lowrank.federated.messages import Message
@@ -81,8 +81,8 @@ class PrivateMean(RoundStage):
             assert privacy.target_epsilon is not None
             if drawing.rounds is None:
                 raise MisconfigurationException(
-                    "target_epsilon alone finds the noise for the run's number of rounds, and max_epochs=-1 has no"
-                    " end: set max_epochs, or give noise_multiplier too."
+                    "target_epsilon alone determines the noise from the number of rounds, which max_epochs=-1 does not"
+                    " bound: set max_epochs, or give noise_multiplier too."
                 )
             runs = [(self._mechanism, max(1, drawing.rounds))]
             noise = noise_for(privacy.target_epsilon, privacy.delta, runs, privacy.accountant)
@@ -195,7 +195,7 @@ class PrivateMean(RoundStage):
         with torch.no_grad():
             center = self._way.exact_origin_of(info)
             mean = Message(self.noised_mean(self._way.form_of(info).tensors, center, server.round))
-        # As many copies as messages are expected on average.
+        # The method expects messages of all sampled clients: pass one copy of the mean for each.
         return [Arrival(info, mean, 1.0, self._way.origin_of)] * self.sampled
 
     # Updates of clients
@@ -260,7 +260,7 @@ class PrivateMean(RoundStage):
         """The round's private mean in the form of a client's message; clears the arrivals.
 
         Args:
-            form: What a client sends, of which only shapes and types matter.
+            form: A client's message, of which only shapes and types matter.
             center: What changes are added to, by name.
             round_number: Number of the round.
         """
@@ -318,7 +318,7 @@ class PrivateMean(RoundStage):
             raise MisconfigurationException(
                 f"the rounds so far drew {state['drawn'][0]} of {state['drawn'][1]} clients with"
                 f" noise_multiplier={noise:g}, and later ones would draw {drawn[0]} of {drawn[1]} with"
-                f" {given or noise:g}: ε counts equal rounds, so go on with the same."
+                f" {given or noise:g}: ε counts equal rounds, so continue with the same values."
             )
         self.released, self.clip = state["released"], state["clip"]
         self.privacy.secret = state["secret"]
@@ -329,7 +329,7 @@ class PrivateMean(RoundStage):
 def check_carries_noise(message: Message, sender: str) -> None:
     """Refuse a message whose codec or types would lose part of a client's noise.
 
-    The server's sum has all of the noise where it is that of exact messages, or a part of its numbers alone. Where
+    The server's sum has all of the noise if it is that of exact messages, or a part of its numbers alone. If
     each message is rounded or cut by itself, no bound on the noise of the sum is known.
 
     Args:
@@ -348,7 +348,8 @@ def check_carries_noise(message: Message, sender: str) -> None:
     narrow = [name for name, value in message.tensors.items() if value.is_floating_point() and value.itemsize < 4]
     if narrow:
         raise MisconfigurationException(
-            f"{needs} {sender} sends {listed(narrow)} in 16 bits, which round a part of it away: train in 32 bits, as"
+            f"{needs} {sender} sends {join_names(narrow)} in 16 bits, which round a part of it away: train in 32 bits,"
+            " as"
             " precision='bf16-mixed' does, or use noise_at='server'."
         )
 
@@ -386,7 +387,7 @@ def private_mean(settings: FederatedSettings, server: Server, drawing: Drawing) 
     if not needs_only_mean(algorithm):
         operator = getattr(algorithm, "operator", None)
         raise MisconfigurationException(
-            f"ClientPrivacy gives the server the mean of what clients send, and {name}"
+            f"ClientPrivacy gives the server only the mean of the clients' messages, but {name}"
             f"{'' if operator is None else f'({operator!r})'} needs each client's own message: use a method that"
             " averages, such as FedAvg(), or FedLoRA() with ProductSum(), FFA() or RoLoRA()."
         )

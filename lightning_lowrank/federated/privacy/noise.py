@@ -21,7 +21,7 @@ def gaussian(like: Mapping[str, Tensor], std: float, *parts: int | str, secure: 
     Args:
         like: The tensors by name. They draw in their order.
         std: Standard deviation.
-        *parts: What the noise is for, as for `generator`: the same parts give the same noise.
+        *parts: The purpose of the noise, as for `generator`: the same parts give the same noise.
         secure: Draw from the operating system's entropy instead, where nothing gives the same noise again.
 
     Example:
@@ -33,14 +33,14 @@ def gaussian(like: Mapping[str, Tensor], std: float, *parts: int | str, secure: 
     found = {}
     for name, value in like.items():
         if draws is None:
-            noise = _of_the_system(value.numel()).view(value.shape)
+            noise = _from_system_entropy(value.numel()).view(value.shape)
         else:
             noise = torch.randn(value.shape, generator=draws, dtype=torch.float64)
         found[name] = (std * noise).to(float64_device(value.device))
     return found
 
 
-def _of_the_system(count: int) -> Tensor:
+def _from_system_entropy(count: int) -> Tensor:
     """Standard normal numbers from the operating system's entropy, by the Box-Muller method.
 
     Each is half the sum of four, so that the gaps between a single draw's possible values do not show which sum was

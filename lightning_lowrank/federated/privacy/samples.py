@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.func import functional_call, grad, vmap
 from torchmetrics import Metric
 
-from lightning_lowrank.arguments import listed
+from lightning_lowrank.arguments import join_names
 from lightning_lowrank.federated.execution.compiled import tensors_in
 from lightning_lowrank.federated.execution.mapped_leaks import MappedTensors
 from lightning_lowrank.federated.execution.stack import LOGGED_AGAIN, captured_logs
@@ -88,7 +88,7 @@ class SampleGradients:
         wrong = [tuple(tensor.shape) for tensor in tensors if not tensor.ndim or len(tensor) != size]
         if wrong or not tensors:
             raise MisconfigurationException(
-                f"DifferentialPrivacy takes a batch apart into its {size} samples, which must be the first dimension of"
+                f"DifferentialPrivacy splits a batch into its {size} samples, which must be the first dimension of"
                 f" every tensor in it; got {f'one of shape {wrong[0]}' if wrong else type(batch).__name__}: have the"
                 " collate function stack samples in a first dimension."
             )
@@ -147,8 +147,8 @@ class SampleGradients:
                 loss = loss_of(functional_call(self._call, named, (one, *arguments)))
             if not isinstance(loss, Tensor):
                 raise MisconfigurationException(
-                    f"DifferentialPrivacy: training_step gave {loss!r} in place of a loss, and a step cannot be left"
-                    " out: its noise would be missing."
+                    f"DifferentialPrivacy: training_step gave {loss!r} in place of a loss, and a step cannot be"
+                    " skipped: its noise would be missing."
                 )
             return loss.sum(), (loss.sum().detach(), dict(logged))
 
@@ -196,7 +196,7 @@ class SampleGradients:
         if changed:
             self._mapped_tensors.remove()
             raise MisconfigurationException(
-                f"DifferentialPrivacy clips gradients, and training_step also changes {listed(changed)}, which uses"
+                f"DifferentialPrivacy clips gradients, and training_step also changes {join_names(changed)}, which uses"
                 " values of samples without clipping: leave such buffers and metrics out of the training step."
             )
 

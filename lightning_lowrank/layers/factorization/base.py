@@ -11,7 +11,7 @@ to dim1.
 
 The two modifiers of a low-rank layer need a form that is *bilinear*: two factors ``U`` and ``V``, and a weight
 ``f(U, V)`` that is linear in each. A *half-frozen* layer trains one of them, and a *decoupled* layer trains
-``f(U, Ṽ) + f(Ũ, V)`` with fixed ``Ũ`` and ``Ṽ``. Both are linear in what is trained, so that the mean of the
+``f(U, Ṽ) + f(Ũ, V)`` with fixed ``Ũ`` and ``Ṽ``. Both are linear in the trained factors, so that the mean of the
 clients' factors composes the mean of their weights.
 
 "FedMUD" throughout is Li et al., The Panaceas for Improving Low-Rank Decomposition in
@@ -31,7 +31,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from lightning_lowrank.registry import registered
+from lightning_lowrank.registry import subclasses_by_name
 
 HalfFrozen = bool | Literal["U", "V"]
 """Which of the factors ``U`` and ``V`` is drawn and never trained; ``True`` means ``"U"``."""
@@ -158,8 +158,8 @@ class Factorization(ABC):
         """The ``a`` of U(−a, a) for which the first step of a factored update has the size of a dense step.
 
         With every factor drawn from U(−a, a) but :meth:`zero_factor`, which is zero, the first step of
-        gradient descent on that factor changes the composed weight, in expectation over the draws, by what
-        the same step on the dense weight would.
+        gradient descent on that factor changes the composed weight, in expectation over the draws, as much as the same
+        step on the dense weight would.
         """
 
     @abstractmethod
@@ -169,7 +169,7 @@ class Factorization(ABC):
     def ratio_for_rank(self, shape: Sequence[int], rank: int, half_frozen: HalfFrozen = False) -> float:
         """The largest ratio for which :meth:`rank_for_ratio` gives ``rank`` (to rounding).
 
-        By default the share that the trained factors hold, as it is where :meth:`rank_for_ratio` gives the
+        By default the share of the trained factors, which is right if :meth:`rank_for_ratio` gives the
         smallest rank that holds the ratio.
 
         Raises:
@@ -235,13 +235,13 @@ class Factorization(ABC):
     def stage_shapes(self, shape: Sequence[int], rank: int) -> tuple[Stage, ...] | None:
         """The stages of a chain of convolutions that equals the convolution with the composed weight.
 
-        Applied one after another, the first to the input, they give what the convolution with the composed
-        weight gives. For a weight of two dimensions they are matrix products, with kernels (out, in). Each
-        kernel dimension is larger than 1 in at most one of the stages, which is the one that takes the
-        layer's stride, padding and dilation in that dimension.
+        Applied one after another, the first to the input, they give the result of the convolution with the composed
+        weight. For a weight of two dimensions they are matrix products, with kernels (out, in). Each kernel dimension
+        is larger than 1 in at most one of the stages, which is the one that takes the layer's stride, padding and
+        dilation in that dimension.
 
         Returns:
-            The stages in the order of application, or ``None`` where this form has no such chain.
+            The stages in the order of application, or ``None`` if this form has no such chain.
         """
         return None
 
@@ -291,7 +291,7 @@ class Factorization(ABC):
         left out.
 
         Returns:
-            The number, or ``None`` where this form has no way but to compose the dense weight.
+            The number, or ``None`` if this form has no way but to compose the dense weight.
         """
         stages = self.stage_shapes(shape, rank)
         return None if stages is None else sum(math.prod(stage.kernel) for stage in stages)
@@ -299,7 +299,7 @@ class Factorization(ABC):
     def inner(self, left: Mapping[str, Tensor], right: Mapping[str, Tensor], shape: Sequence[int]) -> Tensor:
         """The Frobenius inner product of two composed weights, ``⟨f(left), f(right)⟩``.
 
-        The forms of this package do it without building the weights where that is cheaper.
+        The forms of this package do it without building the weights if that is cheaper.
 
         Returns:
             A scalar tensor.
@@ -358,7 +358,7 @@ def factorization_from_dict(description: Mapping[str, Any]) -> Factorization:
         raise ValueError(
             f'a factorization\'s description must have the keys "name" and "arguments", but has {sorted(description)}.'
         )
-    defined = registered(Factorization)
+    defined = subclasses_by_name(Factorization)
     if description["name"] not in defined:
         raise ValueError(
             f"no factorization is named {description['name']!r}; defined are "

@@ -27,16 +27,16 @@ class BlockKronecker(Factorization):
     after another, cropped to the weight's N numbers and reshaped, so any weight shape works. The rank is the
     number of blocks K, and z the smallest integer with K·z⁴ ≥ N.
 
-    The number of blocks for a ratio ρ is max(1, ⌈ρ²N / 4⌉), with 2ρ in place of ρ where one factor is frozen;
+    The number of blocks for a ratio ρ is max(1, ⌈ρ²N / 4⌉), with 2ρ in place of ρ if one factor is frozen;
     2Kz² numbers (Kz²) are then trained, ρN before rounding.
 
-    The inputs can be multiplied factor by factor where a linear weight is as wide as the blocks (dim1 = z², or
+    The inputs can be multiplied factor by factor if a linear weight is as wide as the blocks (dim1 = z², or
     √K·z² in a grid), so that each block's rows are rows of the weight.
 
     Args:
         grid: Whether to lay the blocks out as the paper describes (section 3.2), a √K × √K grid that is a
             √K·z² × √K·z² matrix, flattened row-major and cropped. K is then a perfect square, rounded up
-            where it comes from a ratio. Off by default: the authors' code flattens block after block.
+            if it comes from a ratio. Off by default: the authors' code flattens block after block.
 
     Example:
         >>> kronecker = BlockKronecker()
@@ -50,7 +50,7 @@ class BlockKronecker(Factorization):
         self.grid = grid
 
     def block_size(self, shape: Sequence[int], rank: int) -> int:
-        """z, the side of each block's factors."""
+        """z, the number of rows and of columns of each factor of a block."""
         return math.isqrt(math.isqrt((math.prod(shape) - 1) // rank)) + 1
 
     @override

@@ -131,7 +131,7 @@ class Hadamard(Factorization):
     def inner(self, left: Mapping[str, Tensor], right: Mapping[str, Tensor], shape: Sequence[int]) -> Tensor:
         """The inner product by Gram matrices of the factors of rank ``rank²``.
 
-        Where these Gram matrices, ``rank⁴`` numbers, would be larger than the weight, composing the weights is
+        If these Gram matrices, ``rank⁴`` numbers, would be larger than the weight, composing the weights is
         cheaper and is done.
         """
         if (left["U1"].shape[-1] * right["U1"].shape[-1]) ** 2 > math.prod(shape):
@@ -152,7 +152,7 @@ class Hadamard(Factorization):
         There is no closed form. The first of the two weights starts as the truncated singular value
         decomposition (with a kernel: the truncated higher-order one), the second near all ones. At most 100
         steps on the squared error follow. The start, with the second exactly all ones, is returned at
-        :meth:`max_rank` and wherever else it is exact, and where the steps do not improve on it.
+        :meth:`max_rank` and wherever else it is exact, and if the steps do not improve on it.
         """
         self.check_rank(weight.shape, rank)
         target = working_precision(weight)

@@ -27,13 +27,13 @@ Layout = Literal["permuted", "channel", "raw"]
 class MatrixProduct(Factorization):
     """The weight as a matrix ``U Vᵀ``, with ``U`` (rows × rank) and ``V`` (columns × rank).
 
-    A linear weight is its own matrix. A convolution's kernel is split: half of its modes (the larger half
-    where their number is odd) stand with the output channels in the rows, the others with the input channels
-    in the columns. So (cout, cin, kh, kw) has cout·kh rows and cin·kw columns, (cout, cin, k) has cout·k
-    rows and cin columns, and (cout, cin, kd, kh, kw) has cout·kd·kh rows and cin·kw columns.
+    A linear weight is its own matrix. A convolution's kernel is split: half of its modes (the larger half if their
+    number is odd) are in the rows with the output channels, the others in the columns with the input channels. So
+    (cout, cin, kh, kw) has cout·kh rows and cin·kw columns, (cout, cin, k) has cout·k rows and cin columns, and (cout,
+    cin, kd, kh, kw) has cout·kd·kh rows and cin·kw columns.
 
-    The rank for a ratio ρ of N = rows × columns is max(1, ⌈ρN / (rows + columns)⌉), ⌈ρN / columns⌉ where only
-    ``V`` is trained and ⌈ρN / rows⌉ where only ``U`` is. (Section 3.2 of FedMUD gives the ratio as
+    The rank for a ratio ρ of N = rows × columns is max(1, ⌈ρN / (rows + columns)⌉), ⌈ρN / columns⌉ if only
+    ``V`` is trained and ⌈ρN / rows⌉ if only ``U`` is. (Section 3.2 of FedMUD gives the ratio as
     2(m + n)r / mn, which counts each factor twice.)
 
     Args:
@@ -41,9 +41,8 @@ class MatrixProduct(Factorization):
             ``U Vᵀ`` is a 1×kw convolution followed by a kh×1 convolution (FedHM). ``"channel"`` leaves the
             rows to the output channels alone: cout rows and cin·kh·kw columns, a kh×kw convolution followed
             by a 1×1 convolution (LoRA as PEFT and LyCORIS apply it to convolutions; Pufferfish). ``"raw"``
-            has the sides of ``"permuted"`` but reshapes the weight row-major as it lies in memory, which
-            mixes channels and kernel positions and is what the authors of FedMUD ran. A linear weight is the
-            same in each.
+            has the sides of ``"permuted"`` but reshapes the weight row-major as it lies in memory, which mixes channels
+            and kernel positions, as in the FedMUD authors' code. A linear weight is the same in each.
 
     Raises:
         ValueError: If ``layout`` is not one of these.
@@ -127,7 +126,7 @@ class MatrixProduct(Factorization):
     def stage_shapes(self, shape: Sequence[int], rank: int) -> tuple[Stage, ...] | None:
         """The stages ``V`` and ``U``, each a convolution with the kernel dimensions of its side.
 
-        In the layout ``"raw"`` there are such convolutions only where reshaping does not mix channels with
+        In the layout ``"raw"`` there are such convolutions only if reshaping does not mix channels with
         kernel positions: for a linear weight, a single input channel, or a kernel of size 1 in the rows.
         """
         self.matrix_shape(shape)

@@ -191,7 +191,7 @@ class LoRAA2(RoLoRA):
             round: The round, from 0.
 
         Returns:
-            ``[rank]``: :math:`s \|\Delta B_{:,j} A_{j,:}\|_F`, or :math:`s \|B_{:,j} \Delta A_{j,:}\|_F` where ``A`` is
+            ``[rank]``: :math:`s \|\Delta B_{:,j} A_{j,:}\|_F`, or :math:`s \|B_{:,j} \Delta A_{j,:}\|_F` if ``A`` is
             trained.
 
         Raises:
@@ -249,9 +249,9 @@ class LoRAA2(RoLoRA):
 class FedSA(Operator):
     """FedSA-LoRA: both factors are trained, ``A`` alone is averaged, and ``B`` stays with its client.
 
-    Guo et al. (ICLR 2025): ``A`` learns what clients have in common, ``B`` what is specific to one. With clients of
+    Guo et al. (ICLR 2025): ``A`` learns the clients' common features, ``B`` those of a single client. With clients of
     different rank, each row of ``A`` is averaged over the clients that have it. The server's ``B`` is the mean of
-    the given ones and is used in validation only; where clients keep ``B``, the given ones are the server's own.
+    the given ones and is used in validation only; if clients keep ``B``, the given ones are the server's own.
 
     Example:
         >>> pairs = [LowRankPair(torch.full((3, 1), b), torch.full((1, 2), b)) for b in (1.0, 3.0)]

@@ -45,7 +45,7 @@ class SumProduct(Operator):
     Args:
         split: ``"left"`` (default, the ABO paper's): ``B = U Σ``, ``A = Vᵀ``; ``"balanced"``: ``√Σ`` on both. Beyond
             the rank of the mean, the columns of ``B`` are zero, and with ``"left"`` the rows of ``A`` orthonormal.
-        method: ``"exact"`` (default) takes the cheaper of two exact ways: QR of the stacked factors where they are
+        method: ``"exact"`` (default) takes the cheaper of two exact ways: QR of the stacked factors if they are
             not wider than the matrix, else one dense mean (one matrix, whatever the number of clients). ``"iterative"``
             is randomised subspace iteration with the stacked factors (Halko et al., 2011): no matrix of the weight's
             size, and an error that decays with the ratio of the first singular value that is left out to the last
@@ -101,7 +101,7 @@ class RaFLoRA(SumProduct):
 
     The sum is decomposed and truncated to each client's rank as in :class:`SumProduct`, which this is for clients of
     one rank. A part that none of a round's clients has keeps the product that the server had, which is our choice: the
-    paper does not say what a round without large clients does. `ConvergenceMonitor` logs the effective rank.
+    paper does not describe a round without large clients. `ConvergenceMonitor` logs the effective rank.
 
     Its arguments are those of :class:`SumProduct`.
 
@@ -165,7 +165,7 @@ class FLoRIST(FLoRA):
     .. math:: \sum_{i \le p} \sigma_i^2 \ge \tau \sum_i \sigma_i^2,
 
     so that each layer has a rank of its own, and the server sends :math:`p` columns and rows in place of the sum of the
-    clients' ranks. As in the paper's Algorithm 1 each round starts from fresh adapters beside the changed weight.
+    clients' ranks. As in the paper's Algorithm 1 each round starts from fresh adapters and the changed weight.
 
     Args:
         threshold: :math:`\tau`, above 0 and at most 1, with which it is `FLoRA`. Default: 0.9, the authors' advice.
@@ -197,7 +197,7 @@ class FedEx(Operator):
     r"""FedEx-LoRA: Product-Sum, with its difference from the mean of the products folded into the base weight.
 
     Singhal et al. (2024). The residual :math:`\overline{BA} - \bar B \bar A = \sum_i p_i (B_i - \bar B)(A_i - \bar A)`
-    is returned as factors that are small where clients agree, one client after another as a covariance is updated (Chan
+    is returned as factors that are small if clients agree, one client after another as a covariance is updated (Chan
     et al., 1983, Eq. 2.1): :math:`\sum_k \frac{p_k P_{k-1}}{P_k} (B_k - \bar B_{k-1})(A_k - \bar A_{k-1})`, where
     :math:`P_k` is the sum of the first :math:`k` weights and the means are over these clients. For :math:`c` clients of
     rank :math:`r` its rank is :math:`(c - 1) r`; for clients of different rank, the sum of their ranks less the

@@ -84,7 +84,7 @@ def principal_component_pursuit(matrix: Tensor, sparsity: float | None = None, i
     r"""The low-rank part :math:`L` of a matrix; the sparse part is the rest.
 
     The inexact augmented Lagrangian method of Lin et al. (2010), until :math:`L` and :math:`S` add up to the matrix to
-    :math:`10^{-7}` of its norm. The penalty grows by 5 % in each iteration; where it grows faster, the result is
+    :math:`10^{-7}` of its norm. The penalty grows by 5 % in each iteration; if it grows faster, the result is
     farther from the minimum.
 
     Args:

@@ -101,13 +101,13 @@ def test_batches_are_those_of_the_host(name, chunk_size, monkeypatch):
 
 @pytest.mark.parametrize("chunk_size", [1, 4])
 def test_a_rounds_indices_and_draws_are_sent_at_once(chunk_size, monkeypatch):
-    sent, send = [], batches.sent
+    sent, send = [], batches.move_to_device
 
     def sending(tensor: Tensor, where: torch.device) -> Tensor:
         sent.append((tensor.dtype, tensor.shape[:-1]))
         return send(tensor, where)
 
-    monkeypatch.setattr(batches, "sent", sending)
+    monkeypatch.setattr(batches, "move_to_device", sending)
     read(*DATASETS["subset of augmented images"], chunk_size, True)
     assert sent == [(torch.int64, ()), (torch.int64, (3,))]
 

@@ -9,7 +9,7 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch.utils.data import ConcatDataset, Dataset, Subset, TensorDataset
 
 from lightning_lowrank.federated.data import find_labels
-from lightning_lowrank.federated.data.labels import find_named_labels, numbered_alike
+from lightning_lowrank.federated.data.labels import find_named_labels, renumber_like
 from tests.federated.data.datasets import WithAttribute
 
 
@@ -53,13 +53,13 @@ def test_names_of_labels_are_numbered_as_another_datasets():
     _, names = find_named_labels(["left", "right", "up"], labels=list)
     labels, others = find_named_labels(["up", "down", "right", "up"], labels=list)
     assert labels.tolist() == [2, 0, 1, 2]
-    assert numbered_alike(labels, others, names).tolist() == [2, -1, 1, 2]
+    assert renumber_like(labels, others, names).tolist() == [2, -1, 1, 2]
     integers, none = find_named_labels([5, 3], labels=list)
     assert none is None
-    assert numbered_alike(integers, None, None).tolist() == [5, 3]
+    assert renumber_like(integers, None, None).tolist() == [5, 3]
     for given in ((labels, others, None), (integers, None, names)):
         with pytest.raises(MisconfigurationException, match=r"FederatedLoop.*labels"):
-            numbered_alike(*given)
+            renumber_like(*given)
 
 
 def test_find_labels_maps_booleans():

@@ -315,7 +315,7 @@ def test_labels_without_holder_are_unused_and_named(balanced):
 
 def test_labels_with_fewer_samples_than_holders_are_named():
     labels = torch.tensor([0] * 20 + [4])
-    with pytest.warns(UserWarning, match=r"labels \[4\] have fewer samples than holders"):
+    with pytest.warns(UserWarning, match=r"labels \[4\] have fewer samples than clients"):
         indices = LabelCount(2).split(21, 3, 0, labels)
     assert sorted(indices.sizes.tolist()) in ([6, 7, 8], [7, 7, 7])
 
