@@ -171,9 +171,14 @@ def _full(folder: Path) -> int | None:
 
 def of_full_disk(error: BaseException | None) -> OSError | None:
     """The first error of a full disk among an error and its causes, else ``None``."""
-    while error is not None and not (isinstance(error, OSError) and error.errno in _FULL):
+    seen: list[BaseException] = []
+    # Errors may be each other's context.
+    while error is not None and error not in seen:
+        if isinstance(error, OSError) and error.errno in _FULL:
+            return error
+        seen.append(error)
         error = error.__cause__ or error.__context__
-    return error
+    return None
 
 
 def name_full_disk(error: BaseException, trainer: Any) -> None:

@@ -329,8 +329,8 @@ class RoundData:
             )
         if idle:
             rank_zero_warn(
-                f"{len(idle)} clients hold fewer samples than batch_size={loader.batch_size} and drop_last=True leaves"
-                f" them nothing to train on, so they are never drawn: {first_ten(idle)}"
+                f"with drop_last=True and batch_size={loader.batch_size} some clients have no batch and are never"
+                f" drawn: {first_ten(idle)}"
             )
         asked_idle = {client for ids in settings.participants or () for client in ids if not batches[client]}
         if asked_idle:

@@ -16,6 +16,7 @@ from torch.utils.data import (
     WeightedRandomSampler,
 )
 
+from lightning_lowrank import FedAvg, FederatedLoop, FromIndices
 from lightning_lowrank.federated.data import Dirichlet
 from lightning_lowrank.federated.data.labels import find_labels
 from lightning_lowrank.federated.data.lengths import LengthGroupedSampler
@@ -23,6 +24,7 @@ from lightning_lowrank.federated.data.loader_checks import batches_of, check_loa
 from lightning_lowrank.federated.data.planner import RoundPlanner
 from lightning_lowrank.federated.data.round_loader import RoundLoader
 from lightning_lowrank.federated.randomness import StepRandomness
+from tests.helpers import Data, Module, trainer
 
 DATA = TensorDataset(torch.arange(203.0), torch.arange(203) % 5)
 CLIENTS = Dirichlet(0.5).split(203, 12, 0, DATA.tensors[1])
@@ -333,3 +335,9 @@ def test_a_plain_loader_groups_too_and_lengths_are_of_all_samples():
     assert max(int(each[-1] - each[0]) for each in batches) < 20
     with pytest.raises(ValueError, match=r"lengths.*203.*202"):
         LengthGroupedSampler(DATA, lengths[1:], 10)
+
+
+def test_clients_without_a_whole_batch_are_named(tmp_path):
+    loop = FederatedLoop(FedAvg(), partition=FromIndices([range(20), range(20, 23)]), summary=False)
+    with pytest.warns(UserWarning, match=r"batch_size=8 .* never drawn: \[1\]"):
+        trainer(tmp_path, loop, max_epochs=1, limit_val_batches=0).fit(Module(), Data(drop_last=True))
