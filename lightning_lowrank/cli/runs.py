@@ -298,7 +298,7 @@ def _lines(file: TextIO) -> Iterator[str]:
         if len(line) == _LONGEST_LINE:
             raise csv.Error(f"a line of more than {_LONGEST_LINE:,} letters")
         # Python 3.10's csv module accepts no NUL.
-        yield line.replace("\0", "\ufffd")
+        yield line.replace("\0", "\\x00")
 
 
 def _last_of_each(rounds: np.ndarray, values: np.ndarray) -> Series:
