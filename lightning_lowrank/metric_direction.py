@@ -61,7 +61,7 @@ def usual_metric(logged: Iterable[str]) -> str | None:
     """The first metric of `USUAL` that was logged, otherwise a validation metric; ``None`` if there is neither.
 
     Example:
-        >>> usual(["val_loss", "valid_acc"]), usual(["validation/f1", "train_loss"]), usual_metric(["loss"])
+        >>> usual_metric(["val_loss", "valid_acc"]), usual_metric(["validation/f1", "train_loss"]), usual_metric(["loss"])
         ('valid_acc', 'validation/f1', None)
     """
     known = sorted(logged)

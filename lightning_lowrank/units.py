@@ -10,7 +10,7 @@ def format_decimals(number: float, digits: int = 2, exact: Collection[float] = (
     """A number with ``digits`` decimals, or with more if it would round to a number of ``exact`` that it is not.
 
     Example:
-        >>> fixed(12.3456), fixed(0.0004), format_decimals(0.0)
+        >>> format_decimals(12.3456), format_decimals(0.0004), format_decimals(0.0)
         ('12.35', '0.0004', '0.00')
     """
     text = f"{number:.{digits}f}"

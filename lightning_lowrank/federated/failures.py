@@ -84,7 +84,7 @@ def client_names(clients: Sequence[int]) -> str:
     """Clients' ids in words.
 
     Example:
-        >>> named([3]), client_names([1, 4])
+        >>> client_names([3]), client_names([1, 4])
         ('client 3', 'clients [1, 4]')
     """
     return f"client {clients[0]}" if len(clients) == 1 else f"clients {list(clients)}"

@@ -295,7 +295,8 @@ def test_passes_are_shorter_than_the_round(tmp_path, algorithm, models):
 
 
 @pytest.mark.parametrize(
-    ("buffers", "said"), [("average", "averaged over clients"), ("local", "stay with their clients"), ("reset", "anew")]
+    ("buffers", "said"),
+    [("average", "averaged over clients"), ("local", "stay with their clients"), ("reset", "start again")],
 )
 def test_the_advice_says_what_becomes_of_the_statistics(tmp_path, buffers, said):
     loop = FederatedLoop(HeteroFL([1.0, 0.5]), clients=2, buffers=buffers, summary=False)

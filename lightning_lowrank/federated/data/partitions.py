@@ -569,7 +569,7 @@ def natural_sort_key(name: Any) -> tuple[tuple[int, int, str], ...]:
     """A sort key that compares numbers inside names by value.
 
     Example:
-        >>> sorted(["u10", "u2", 3, "u1b"], key=natural)
+        >>> sorted(["u10", "u2", 3, "u1b"], key=natural_sort_key)
         [3, 'u1b', 'u2', 'u10']
     """
     parts = re.split("([0-9]+)", str(name))
