@@ -61,8 +61,10 @@ def usual_metric(logged: Iterable[str]) -> str | None:
     """The first metric of `USUAL` that was logged, otherwise a validation metric; ``None`` if there is neither.
 
     Example:
-        >>> usual_metric(["val_loss", "valid_acc"]), usual_metric(["validation/f1", "train_loss"]), usual_metric(["loss"])
-        ('valid_acc', 'validation/f1', None)
+        >>> usual_metric(["val_loss", "valid_acc"]), usual_metric(["validation/f1", "train_loss"])
+        ('valid_acc', 'validation/f1')
+        >>> usual_metric(["loss"]) is None
+        True
     """
     known = sorted(logged)
     found = [(name, validated[1]) for name in known if (validated := _VALIDATION.fullmatch(name))]

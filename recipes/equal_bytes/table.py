@@ -216,7 +216,12 @@ class Table:
         unit, curve = self.unit(trial.setting), entry.pop("curve")
         assert unit is not None
         reached = [share for share in BUDGETS if entry["rounds"] >= self.rounds(trial.setting, trial.method, share)]
-        entry["accuracy"] = {str(share): accuracy_at(curve, unit / share) for share in reached}
+        # A longer run may diverge after a smaller budget, whose accuracy the shorter run has measured.
+        known = self.content["runs"].get(trial.name, {}).get("accuracy", {}) if curve is None else {}
+        entry["accuracy"] = {
+            str(share): known.get(str(share)) if curve is None else accuracy_at(curve, unit / share)
+            for share in reached
+        }
         if not trial.searches and curve is not None:
             entry["curve"] = thinned(curve)
         self.content["runs"][trial.name] = entry
