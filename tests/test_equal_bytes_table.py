@@ -179,3 +179,11 @@ def test_what_was_measured_is_kept_by_lines(table, runs, tmp_path):
     text = (tmp_path / "RESULTS.json").read_text()
     assert json.loads(text)["runs"]["fmnist | FedAvg | 1 | 100 | held out"]["accuracy"] == {"32": None, "128": None}
     assert len(text.splitlines()) > 12
+
+
+def test_a_longer_run_that_diverges_keeps_the_accuracy_at_a_smaller_budget(table, tmp_path):
+    results, trial = table.Table(tmp_path / "RESULTS.json"), table.Trial("fmnist", "top-k", 0.1, 0, True)
+    results.content["bytes"] = {"fmnist | FedAvg": [1000.0, 1000.0], "fmnist | top-k": [50.0, 50.0]}
+    results.add(trial, {"rounds": 15, "curve": [[750, 0.5, 1.0]]})
+    results.add(trial, {"rounds": 62, "curve": None})
+    assert (results.accuracy(trial, 128), results.accuracy(trial, 32)) == (0.5, None)
