@@ -142,11 +142,11 @@ def drawn_run(tmp_path, name, ckpt_path=None, callbacks=(), **settings):
 def test_what_belongs_to_old_factors_is_forgotten(tmp_path, monkeypatch, name):
     """Not the residual of what stays, nor a later one; also where a client sat rounds out."""
     last, added, forgotten = {}, [], 0
-    up, send = Wire.up, Channel.send
+    up, send = Wire.up, Channel.send_together
 
-    def sent(channel, tensors, **arguments):
-        added.append(arguments.get("residual") or {})
-        return send(channel, tensors, **arguments)
+    def sent(channel, messages, **arguments):
+        added.append(messages[0].residual or {})
+        return send(channel, messages, **arguments)
 
     def upload(wire, client, message, received):
         nonlocal forgotten
@@ -159,7 +159,7 @@ def test_what_belongs_to_old_factors_is_forgotten(tmp_path, monkeypatch, name):
         last[client.id] = client.round
         return packet
 
-    monkeypatch.setattr(Channel, "send", sent)
+    monkeypatch.setattr(Channel, "send_together", sent)
     monkeypatch.setattr(Wire, "up", upload)
     drawn_run(tmp_path, name)
     assert sorted(last) == [0, 1, 2, 3]

@@ -100,7 +100,7 @@ def test_what_no_adapter_can_be_is_refused_first(tmp_path):
 def test_runs_that_changed_the_frozen_weights_are_refused(tmp_path, operator):
     base, module = federated(tmp_path, operator)
     name = "FedMUD" if isinstance(operator, FedMUD) else "FedLoRA"
-    said = rf"{name} with this operator or setting folds updates into the frozen weights.*export dense weights instead"
+    said = rf"{name} with this operator or setting folds updates into the frozen weights.*base=pretrained_network"
     with pytest.raises(MisconfigurationException, match=said):
         export_adapter(module, tmp_path / "folder")
     with pytest.raises(SystemExit, match=said):

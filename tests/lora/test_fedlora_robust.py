@@ -58,7 +58,7 @@ class Recorded(FedLoRA):
 
     def _weights(self, server):
         arrivals, absorbing = server.state["arrivals"], self.operator.absorbing(server.round)
-        pairs = [self._exchange.arrived(server, client, arrival) for client, arrival in arrivals.items()]
+        pairs = [self._exchange.completed_pairs(server, client, arrival) for client, arrival in arrivals.items()]
         starts = [self._ranks.initial_pairs(server.model, each["level"], absorbing) for each in arrivals.values()]
         rest = [tensors for tensors, _ in server.aggregator.kept]
         rows = []
