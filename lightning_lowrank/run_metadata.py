@@ -11,7 +11,8 @@ import os
 import platform
 import re
 import subprocess
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from functools import cache
 from importlib import metadata
 from pathlib import Path
@@ -25,15 +26,21 @@ _VERSION = re.compile(r"[\w.+-]{1,64}( with changes)?")
 _SECONDS_OF_GIT = 10
 
 
+@contextmanager
+def replaces(part: Path, target: Path) -> Iterator[Path]:
+    """A context in which ``part`` is written; at the end it replaces ``target``, after an error it is deleted."""
+    try:
+        yield part
+        part.replace(target)
+    finally:
+        part.unlink(missing_ok=True)
+
+
 def write_metadata(folder: Path, values: Mapping[str, float | list[float] | Mapping[str, str]]) -> None:
     """Write numbers, lists of numbers and, as ``software``, versions; an existing file is replaced atomically."""
     folder.mkdir(parents=True, exist_ok=True)
-    part = folder / f".{NAME}.{os.getpid()}.part"
-    try:
+    with replaces(folder / f".{NAME}.{os.getpid()}.part", folder / NAME) as part:
         part.write_text(json.dumps(values, indent=1) + "\n")
-        part.replace(folder / NAME)
-    finally:
-        part.unlink(missing_ok=True)
 
 
 def read_metadata(folder: Path) -> dict[str, list[float]]:

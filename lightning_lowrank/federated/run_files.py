@@ -17,7 +17,7 @@ from lightning.pytorch.loggers import CSVLogger
 from lightning_lowrank.arguments import escape_formula, printable
 from lightning_lowrank.federated.data.indices import ClientIndices
 from lightning_lowrank.layers.layer import low_rank_layers
-from lightning_lowrank.run_metadata import read_metadata, software, write_metadata
+from lightning_lowrank.run_metadata import read_metadata, replaces, software, write_metadata
 
 CLIENT_TABLES = {"validate": "clients.csv", "test": "clients_test.csv"}
 """Names of the tables of clients of the last validation and the last test."""
@@ -109,10 +109,9 @@ def write_client_table(
     ]
     for folder in folders:
         folder.mkdir(parents=True, exist_ok=True)
-        part = folder / f"{CLIENT_TABLES[stage]}.part"
-        try:
-            with open(part, "w", newline="", encoding="utf-8") as file:
-                csv.writer(file).writerows([["client", "samples", *columns], *rows])
-            part.replace(folder / CLIENT_TABLES[stage])
-        finally:
-            part.unlink(missing_ok=True)
+        name = CLIENT_TABLES[stage]
+        with (
+            replaces(folder / f"{name}.part", folder / name) as part,
+            open(part, "w", newline="", encoding="utf-8") as file,
+        ):
+            csv.writer(file).writerows([["client", "samples", *columns], *rows])

@@ -12,6 +12,7 @@ from pathlib import Path
 from safetensors import SafetensorError
 
 from lightning_lowrank.configuration import misconfigured
+from lightning_lowrank.run_metadata import replaces
 
 _FULL = (errno.ENOSPC, errno.EDQUOT)
 
@@ -31,11 +32,8 @@ def replacing(path: Path) -> Iterator[Path]:
             kind = "a folder" if target.is_dir() else "no regular file"
             raise misconfigured(f"{path} cannot be written, because it is {kind}: give the path of a file.")
         target.parent.mkdir(parents=True, exist_ok=True)
-        try:
+        with replaces(part, target):
             yield part
-            part.replace(target)
-        finally:
-            part.unlink(missing_ok=True)
     except (OSError, SafetensorError) as error:
         # safetensors reports a system error as text only.
         full = any(isinstance(error, OSError) and error.errno == number for number in _FULL) or any(
