@@ -144,8 +144,8 @@ def _export(parser: argparse.ArgumentParser, words: list[str]) -> None:
     from lightning_lowrank.arguments import join_names
     from lightning_lowrank.configuration import misconfigured
     from lightning_lowrank.extras import import_extra
+    from lightning_lowrank.files import replacing
     from lightning_lowrank.interop.checkpoints import adapter_checkpoint, check_is_file, dense_checkpoint, writable
-    from lightning_lowrank.interop.files import replacing
 
     check_is_file(options.checkpoint)
     if options.format == "peft":
@@ -264,7 +264,7 @@ def _resolve(parser: argparse.ArgumentParser, words: list[str]) -> None:
     parser.add_argument("--output", type=Path, default=Path("resolved.yaml"), help="the file to write")
     options = parser.parse_args(words)
     from lightning_lowrank.cli.recipes import find
-    from lightning_lowrank.interop.files import replacing
+    from lightning_lowrank.files import replacing
 
     text, _ = _of_bridge("resolve")([Path(find(each)) for each in options.recipes])
     with replacing(options.output) as part:

@@ -35,7 +35,7 @@ from lightning_lowrank.cli.runs import (
     short_names,
 )
 from lightning_lowrank.configuration import check_integer, misconfigured
-from lightning_lowrank.interop.files import replacing
+from lightning_lowrank.files import replacing
 from lightning_lowrank.metric_direction import USUAL, direction, usual_metric
 from lightning_lowrank.plots import draw
 from lightning_lowrank.units import bytes_text, format_decimals, percent

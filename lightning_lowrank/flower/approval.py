@@ -18,7 +18,7 @@ from typing import Any
 import yaml
 
 from lightning_lowrank.configuration import misconfigured
-from lightning_lowrank.interop.files import private_files, private_folder, replacing, without_link
+from lightning_lowrank.files import private_files, private_folder, replacing, without_link
 
 _LARGEST = 2**20
 _SHOWN_LINES = 12

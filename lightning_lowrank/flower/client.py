@@ -20,6 +20,7 @@ from lightning.pytorch.utilities import rank_zero_warn
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
 from lightning_lowrank.compression import DecodingError, Dense
+from lightning_lowrank.files import private_files
 from lightning_lowrank.flower.approval import read_site_values, state_folder
 from lightning_lowrank.flower.audit import AuditLog
 from lightning_lowrank.flower.messages import JOIN, LISTEN, TRAIN, Fields, field_of, pack, unpack
@@ -27,7 +28,6 @@ from lightning_lowrank.flower.policy import Policy, PolicyViolation
 from lightning_lowrank.flower.secure import read_request, write_answer
 from lightning_lowrank.flower.site import Site
 from lightning_lowrank.internals.flower import configuration_of, error_reply, is_secure, secaggplus_mod
-from lightning_lowrank.interop.files import private_files
 
 __all__ = ["client_app"]
 

@@ -15,7 +15,7 @@ from filelock import FileLock
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
 from lightning_lowrank.federated.privacy.accounting import Accountant, Mechanism, total_epsilon
-from lightning_lowrank.interop.files import private_folder, replacing, without_link
+from lightning_lowrank.files import private_folder, replacing, without_link
 
 __all__ = ["PrivacyAccount"]
 

@@ -18,10 +18,10 @@ from lightning.pytorch.callbacks import Checkpoint
 from lightning.pytorch.utilities import rank_zero_info
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
+from lightning_lowrank.files import private_files, private_folder, replacing
 from lightning_lowrank.flower.approval import fill_placeholders, read_plain, section_of, state_folder
 from lightning_lowrank.flower.recipe import build
 from lightning_lowrank.flower.remote_rounds import NoBatch, RemoteRounds
-from lightning_lowrank.interop.files import private_files, private_folder, replacing
 
 # Seconds that a server waits for its study's earlier process to end, which may notice a killed SuperLink late.
 _WAIT_FOR_END = 60.0

@@ -33,6 +33,7 @@ from lightning_lowrank.federated.messages import Message
 from lightning_lowrank.federated.protocols import ChangesBase, reference, state_rank
 from lightning_lowrank.federated.site import SiteExchange
 from lightning_lowrank.federated.state import Base, ClientContext, State, copy_into, trained_tensors
+from lightning_lowrank.files import private_folder, without_link
 from lightning_lowrank.flower.approval import fill_placeholders, read_plain
 from lightning_lowrank.flower.messages import apply_options, signature
 from lightning_lowrank.flower.policy import Policy
@@ -40,7 +41,6 @@ from lightning_lowrank.flower.privacy_account import PrivacyAccount
 from lightning_lowrank.flower.recipe import ONLY_OF_WHOLE_RUNS, OWN_OF_TRAINER, Recipe, build, check_optimizers
 from lightning_lowrank.flower.secure import changes_of
 from lightning_lowrank.internals.lightning import make_one_epoch
-from lightning_lowrank.interop.files import private_folder, without_link
 
 __all__ = ["Site"]
 

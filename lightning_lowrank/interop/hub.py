@@ -17,7 +17,7 @@ from typing import Any
 from lightning_lowrank.arguments import printable
 from lightning_lowrank.configuration import misconfigured
 from lightning_lowrank.extras import import_extra
-from lightning_lowrank.interop.files import replacing
+from lightning_lowrank.files import replacing
 from lightning_lowrank.interop.peft_layout import CONFIG_FILE, WEIGHTS_FILE, check_folder
 
 CARD_FILE = "README.md"

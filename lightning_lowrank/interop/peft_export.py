@@ -20,8 +20,8 @@ from lightning_lowrank.arguments import join_names
 from lightning_lowrank.buffers import persistent_buffers
 from lightning_lowrank.configuration import misconfigured
 from lightning_lowrank.extras import import_extra
+from lightning_lowrank.files import replacing
 from lightning_lowrank.internals.peft import peft_parameters
-from lightning_lowrank.interop.files import replacing
 from lightning_lowrank.interop.peft_layout import (
     CONFIG_FILE,
     PLAIN_STARTS,

@@ -627,7 +627,7 @@ def test_factors_that_cannot_move():
         check_factors_move(net, [name for name in every if not name.endswith(".U")], "DifferentialPrivacy")
     with torch.no_grad():
         net[0].factors.U.fill_(0.5)
-    with pytest.raises(MisconfigurationException, match=r"factors of 2, 4 that"):
+    with pytest.raises(MisconfigurationException, match=r"factors of 2, 4 have"):
         check_factors_move(net, [name for name in every if not name.endswith(".U")], "")
 
 

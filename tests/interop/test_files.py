@@ -7,7 +7,7 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import nn
 
 from lightning_lowrank import MatrixProduct, convert, export_adapter
-from lightning_lowrank.interop.files import replacing
+from lightning_lowrank.files import replacing
 
 
 def test_a_file_takes_its_place_when_it_is_whole(tmp_path):
