@@ -83,7 +83,7 @@ class Channel:
 
     where :math:`C` is all codecs together (Seide et al., Interspeech 2014; Karimireddy et al., ICML 2019). Residuals
     are kept in the tensor's type, but at least in float32. A number of the residual that would not be finite becomes
-    zero.
+    zero. Of a tensor of 16 bits, the residual includes the rounding of the received sum with the reference.
 
     A channel without codecs sends everything exactly, and takes no differences. A channel has no state: the
     sender keeps the residual, and the memory of a codec such as `LowRankCodec` for its next message.
@@ -184,12 +184,14 @@ class Channel:
         packets = []
         for message, sender, change, (arrived, kept) in zip(messages, senders, changes, found, strict=True):
             sent, references, wanted = change
-            lost = {
-                name: (wide - arrived[name].to(wide)).nan_to_num_(nan=0.0, posinf=0.0, neginf=0.0)
-                for name, wide in wanted.items()
-            }
-            residual = {**(message.residual or {}), **lost} if self.error_feedback else {}
             received = {name: _added(tensor, references.get(name)) for name, tensor in arrived.items()}
+            residual = {}
+            if self.error_feedback:
+                lost = {
+                    name: (wide - _change_of(name, arrived, received, references).to(wide)).nan_to_num_(0.0, 0.0, 0.0)
+                    for name, wide in wanted.items()
+                }
+                residual = {**(message.residual or {}), **lost}
             packets.append(Packet(sent, sender, received, residual, kept))
         return packets
 
@@ -295,6 +297,15 @@ def _wide(tensor: Tensor) -> Tensor:
     if tensor.dtype in (torch.float32, torch.float64):
         return tensor
     return tensor.to(torch.promote_types(tensor.dtype, torch.float32))
+
+
+def _change_of(
+    name: str, arrived: Mapping[str, Tensor], received: Mapping[str, Tensor], references: Mapping[str, Tensor]
+) -> Tensor:
+    """The change that the receiver makes: of 16-bit tensors, the sum with the reference is rounded once more."""
+    value, known = received[name], references.get(name)
+    wide = _wide(value)
+    return arrived[name] if known is None or wide is value else wide - known.detach().to(wide)
 
 
 def _added(tensor: Tensor, reference: Tensor | None) -> Tensor:

@@ -131,11 +131,11 @@ def test_differences_of_sixteen_bits_are_taken_in_float32():
     assert packet.tensors["a"].dtype == torch.float16
     assert packet.received["a"].tolist() == [60_000.0]
     residual = (
-        Channel([Half(error_feedback=True)])
-        .send({"a": torch.tensor([1.0]).half()}, reference={"a": torch.tensor([2.0**-14]).half()}, seed=0)
+        Channel([TopK(count=1, error_feedback=True)])
+        .send({"a": torch.tensor([1.0, 4.0]).half()}, reference={"a": torch.tensor([2.0**-14, 0.0]).half()}, seed=0)
         .residual["a"]
     )
-    assert (residual.dtype, residual.tolist()) == (torch.float32, [-(2.0**-14)])
+    assert (residual.dtype, residual.tolist()) == (torch.float32, [1 - 2.0**-14, 0.0])
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
@@ -162,6 +162,19 @@ def test_with_error_feedback_nothing_is_lost_for_good(codecs, dtype):
     sent = sum(update.double() for update in updates)
     assert torch.allclose(total + residual["a"].double(), sent, atol=1e-4)
     assert largest < 60
+
+
+@pytest.mark.parametrize("codec", [Sign(error_feedback=True), LowRankCodec(1, error_feedback=True)])
+def test_with_error_feedback_the_sum_with_a_reference_of_sixteen_bits_loses_nothing(codec):
+    # The diagonal moves by the spacing of bfloat16 in each round, and what the codecs send is a small part of it.
+    reference = torch.ones(8, 8).bfloat16()
+    message = (reference + 2.0**-7 * torch.eye(8)).bfloat16()
+    packet, total = None, torch.zeros(8, 8)
+    for step in range(100):
+        kept = {} if packet is None else {"residual": packet.residual, "memory": packet.memory}
+        packet = Channel([codec]).send({"a": message}, reference={"a": reference}, seed=step, **kept)
+        total += packet.received["a"].float() - reference.float()
+    assert torch.equal(total + packet.residual["a"], 100 * (message.float() - reference.float()))
 
 
 def test_error_feedback_is_that_of_the_whole_chain():
