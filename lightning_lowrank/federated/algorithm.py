@@ -94,6 +94,8 @@ class Claims:
             then.
         not_single_numbers: Why the aggregator's rule must go by distances between messages. Robust rules of single
             numbers are refused then.
+        without_reference: Why codecs get values of the clients, and not changes: what clients start from is not in the
+            broadcast. Codecs of the uplink that leave numbers out are refused then.
         trained_set_may_change: Whether other parameters may be trained from some round on, as with Lightning's
             ``BaseFinetuning``. The method then keeps nothing that is of the first round's parameters alone.
         averages_over_rounds: Whether the module's tensors may be averaged over rounds, as with Lightning's
@@ -111,6 +113,7 @@ class Claims:
     local_part: str = ""
     unprotected: str = ""
     not_single_numbers: str = ""
+    without_reference: str = ""
     trained_set_may_change: bool = False
     averages_over_rounds: bool = True
     static_batch_norm: bool = False

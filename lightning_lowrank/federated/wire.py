@@ -113,12 +113,9 @@ class Wire:
         except (TypeError, ValueError) as error:
             raise MisconfigurationException(f"uplink={uplink!r}, downlink={downlink!r}: {error}") from error
         name = type(algorithm).__name__
-        coarse = [type(codec).__name__ for codec in uplink if codec.sparse or isinstance(codec, Sign)]
-        if coarse and OwnCodec.of(algorithm).encodes_values:
-            raise MisconfigurationException(
-                f"{name} sends the values of selected coordinates, which cannot be averaged after {coarse[0]}: give"
-                f" uplink=[Half()] or [Quantize()], or leave it out; it is {list(uplink)!r}."
-            )
+        self._coarse = [type(codec).__name__ for codec in uplink if codec.sparse or isinstance(codec, Sign)]
+        if OwnCodec.of(algorithm).encodes_values:
+            self._refuse_coarse("sends the values of selected coordinates")
         if not downlink:
             return
         if self.splits and self.downlink.error_feedback:
@@ -139,6 +136,14 @@ class Wire:
                 " alone."
             )
 
+    def _refuse_coarse(self, reason: str) -> None:
+        """Refuse codecs of the uplink that leave numbers out, for a method that ``reason`` says sends values."""
+        if self._coarse:
+            raise MisconfigurationException(
+                f"{type(self._algorithm).__name__} {reason}, which cannot be averaged after {self._coarse[0]}: give"
+                f" uplink=[Half()] or [Quantize()], or leave it out; it is {list(self.uplink.codecs)!r}."
+            )
+
     @property
     def splits(self) -> bool:
         """Whether broadcasts have a separate part for the method's announcement, encoded once for all clients."""
@@ -155,7 +160,13 @@ class Wire:
         return self.downlink.error_feedback
 
     def setup(self, base: Base) -> None:
-        """Initialise the shared copy by the initial model. Called by server and sites before the first round."""
+        """Initialise the shared copy by the initial model. Called by server and sites before the first round.
+
+        Raises:
+            MisconfigurationException: If codecs of the uplink leave numbers out that have no reference.
+        """
+        if self._algorithm.claims.without_reference:
+            self._refuse_coarse(self._algorithm.claims.without_reference)
         if self.shares_copy and _COPY not in base.state:
             base.state[_COPY] = detached(base.sent_down(trained_tensors(base.module)))
 

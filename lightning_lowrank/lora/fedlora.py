@@ -56,6 +56,10 @@ class FedLoRA(ChangesBase, UnequalClients, Personal):
     of the parameters trained outside the adapters; its inner products come from the factors, and no product is built.
     Rules of single numbers are refused, as are operators whose clients keep a pair or a factor of their own.
 
+    Codecs of the loop's ``uplink`` get changes of factors. If a factor that is sent was not in the round's broadcast
+    (``RoLoRA``, ``LoRAA2``), or clients of several ranks have different scalings, they get values: then ``Half`` and
+    ``Quantize`` remain, and codecs that leave numbers out are refused.
+
     Args:
         operator: How factors are combined, such as ``ProductSum()`` or ``SumProduct()``.
         levels: Shares of each layer's rank, in (0, 1], the largest 1.
@@ -128,10 +132,21 @@ class FedLoRA(ChangesBase, UnequalClients, Personal):
         self._kept = {name for name in others if any(matches(pattern, name) for pattern in self.keep)}
         local = [f"the factor {name} of each adapter" for name in self.operator.trained(0) - self.operator.sent_up(0)]
         local += [join_names(sorted(self._kept))] if self._kept else []
-        self.claims = replace(self.claims, local_part=" and ".join(local))
+        self.claims = replace(
+            self.claims, local_part=" and ".join(local), without_reference=self._why_without_reference(base)
+        )
         if "initial" not in base.state:
             self._exchange.remember(base, trained, self._kept)
             self._changes.begin(base, trained)
+
+    def _why_without_reference(self, base: Base) -> str:
+        """Why a client's factors are not those of its broadcast, changed by training; empty if they are."""
+        if self._exchange.alternates:
+            return f"with {self.operator!r} sends values of factors that the round's broadcast leaves out"
+        levels = self._ranks.smaller_levels(base.clients).values()
+        if any(self._ranks.scalings(level) != self._ranks.scalings(1.0) for level in levels):
+            return "sends values of factors in the scaling of each client's own rank"
+        return ""
 
     # Hooks on the server
 

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from lightning_lowrank import (
     EF21P,
+    RBLA,
     SCAFFOLD,
     FedAvg,
     FedAvgM,
@@ -29,6 +30,7 @@ from lightning_lowrank import (
     Quantize,
     RandomCoordinates,
     RandomMask,
+    RoLoRA,
     Sign,
     TopK,
 )
@@ -409,6 +411,31 @@ class Unequal(FedAvg):
 def test_what_does_not_go_together_is_refused(tmp_path, algorithm, channels, message):
     with pytest.raises(MisconfigurationException, match=message):
         run(tmp_path, algorithm, **channels)
+
+
+def fit_adapters(tmp_path, algorithm, codec):
+    lowrank = LowRank(MatrixProduct(), rank=2, alpha=2, init="lora", summary=False)
+    loop = FederatedLoop(algorithm, clients=3, uplink=[codec], summary=False, seed=0)
+    fit(trainer(tmp_path, lowrank, loop, max_epochs=2, limit_val_batches=0), Module(), Data())
+
+
+@pytest.mark.parametrize("codec", [TopK(0.1, error_feedback=True), LowRankCodec(1), Sign()])
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: FedLoRA(RoLoRA()), "RoLoRA"),
+        (lambda: FedLoRA(RBLA(), levels=(1.0, 0.5)), "scaling"),
+        (lambda: FedLoRA(RBLA(), ranks={1: 1}), "scaling"),
+    ],
+)
+def test_a_sparse_codec_is_refused_for_factors_that_are_sent_as_values(tmp_path, make, message, codec):
+    with pytest.raises(MisconfigurationException, match=rf"{message}.*{type(codec).__name__}.*Half"):
+        fit_adapters(tmp_path, make(), codec)
+
+
+@pytest.mark.parametrize(("operator", "codec"), [(RoLoRA, Quantize()), (RBLA, TopK(0.1, error_feedback=True))])
+def test_codecs_that_go_with_factors(tmp_path, operator, codec):
+    fit_adapters(tmp_path, FedLoRA(operator()), codec)
 
 
 class Masked(Module):
