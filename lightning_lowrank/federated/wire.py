@@ -15,7 +15,7 @@ from lightning.pytorch.utilities import rank_zero_warn
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import Tensor
 
-from lightning_lowrank.compression import Channel, Codec, Packet, Schema, Sign
+from lightning_lowrank.compression import Chain, Channel, Codec, Packet, Schema, Sign, Split
 from lightning_lowrank.compression.channel import Outgoing
 from lightning_lowrank.compression.wire import DecodingError
 from lightning_lowrank.federated.algorithm import Algorithm, detached
@@ -80,6 +80,19 @@ class SplitPacket(Packet):
         return data[_LENGTH.size : end], data[end:]
 
 
+def _coarse(codecs: Sequence[Codec]) -> list[str]:
+    """The names of the codecs that suit changes alone, because they leave out numbers, directions or magnitudes."""
+
+    def parts(codec: Codec) -> Sequence[Codec]:
+        if isinstance(codec, Split):
+            return codec.chosen, codec.others
+        return codec.codecs if isinstance(codec, Chain) else ()
+
+    return [
+        type(codec).__name__ for codec in codecs if codec.sparse or isinstance(codec, Sign) or _coarse(parts(codec))
+    ]
+
+
 class Wire:
     """The uplink and downlink channels of an experiment, applied to its method's messages.
 
@@ -113,7 +126,7 @@ class Wire:
         except (TypeError, ValueError) as error:
             raise MisconfigurationException(f"uplink={uplink!r}, downlink={downlink!r}: {error}") from error
         name = type(algorithm).__name__
-        self._coarse = [type(codec).__name__ for codec in uplink if codec.sparse or isinstance(codec, Sign)]
+        self._coarse = _coarse(uplink)
         if OwnCodec.of(algorithm).encodes_values:
             self._refuse_coarse("sends the values of selected coordinates")
         if not downlink:
@@ -128,10 +141,12 @@ class Wire:
             raise MisconfigurationException(
                 f"downlink={downlink!r}: {name} compresses its broadcasts itself: leave out downlink."
             )
-        sparse = [type(codec).__name__ for codec in downlink if codec.sparse]
-        if sparse and not self.downlink.error_feedback:
+        coarse = _coarse(downlink)
+        if coarse and not self.downlink.error_feedback:
+            zero = any(codec.sparse for codec in downlink)
             raise MisconfigurationException(
-                f"downlink={downlink!r}: {sparse[0]} would set the numbers of the model that it does not send to zero."
+                f"downlink={downlink!r}: {coarse[0]} would set"
+                f" {'the numbers of the model that it does not send to zero' if zero else 'weights to one magnitude'}."
                 " Give the first codec error_feedback=True, so that differences are sent, or use Half() or Quantize()"
                 " alone."
             )
