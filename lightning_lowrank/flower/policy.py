@@ -51,7 +51,7 @@ class Policy:
             answers.
         clip: Largest L2 norm, above 0, of the change that leaves the site, over all tensors together. A larger change
             is scaled down to it before it is encoded. A recipe whose ``federated.privacy`` states a larger clipping
-            norm is refused.
+            norm is refused, and methods that send values whose change is not known, such as `FedLoRA` with ``RoLoRA``.
         max_epsilon: Largest ε, above 0, that all rounds of all studies together may cost the site's samples. It needs
             recipes with the callback `DifferentialPrivacy`, by which the site counts in a file of its own
             (``privacy_client_<partition-id>.json`` in ``state-dir``); a round that would cost more is refused before
@@ -271,6 +271,19 @@ class Policy:
                 shape = f" of shape {list(tensor.shape)}" if limits else ""
                 allowed: list[Any] = [list(limit) for limit in limits] or list(self.tensors)
                 raise self._violation("tensors", allowed, f"{what} has {name[:100]!r}{shape}")
+
+    def check_reference(self, method: str, without: str) -> None:
+        """Refuse a method that sends values of which the change is not known, if changes are clipped.
+
+        Args:
+            method: The method's name.
+            without: Its `Claims.without_reference`.
+
+        Raises:
+            PolicyViolation: If it does.
+        """
+        if self.clip is not None and without:
+            raise self._violation("clip", self.clip, f"{method} {without}, so that their change is not known")
 
     @torch.no_grad()
     def clipped(self, message: Message, reference: Mapping[str, Tensor], exact: Iterable[str]) -> Message:

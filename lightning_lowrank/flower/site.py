@@ -406,6 +406,7 @@ class _FlowerExchange(SiteExchange):
         """Apply the broadcasts, and refuse to train parameters or steps that the site's policy does not permit."""
         super().begin_round(plan, live, idle)
         self._site.policy.check_trained(live)
+        self._site.policy.check_reference(type(self.algorithm).__name__, self.algorithm.claims.without_reference)
         self._site.charge(sum(plan.batches))
 
     def pack(self, client: ClientContext, message: Message) -> Packet:

@@ -20,7 +20,18 @@ from lightning_lowrank.flower.privacy_account import PrivacyAccount
 from lightning_lowrank.flower.recipe import build
 from lightning_lowrank.flower.remote_rounds import RemoteRounds
 from lightning_lowrank.flower.site import Site
-from tests.flower.helpers import MUD, SMALL, approve, entries_of, merged, method, reasons, run_on_sites, write_recipe
+from tests.flower.helpers import (
+    LORA,
+    MUD,
+    SMALL,
+    approve,
+    entries_of,
+    merged,
+    method,
+    reasons,
+    run_on_sites,
+    write_recipe,
+)
 from tests.grids import nightly_except
 
 
@@ -223,6 +234,19 @@ def test_what_leaves_a_site_is_clipped(tmp_path, monkeypatch, changes):
     assert 0.001 < change(served) < 0.0101
     free, _ = run_on_sites(recipe, tmp_path / "free")
     assert change(free) > 0.05
+
+
+@pytest.mark.slow
+def test_values_of_which_the_change_is_not_known_are_not_clipped(tmp_path, monkeypatch):
+    """In its second round RoLoRA sends a factor that the broadcast leaves out."""
+    monkeypatch.chdir(tmp_path)
+    algorithm = {"class_path": "FedLoRA", "init_args": {"operator": {"class_path": "RoLoRA"}}}
+    site, sent, options = joined(tmp_path, {"federated": {"algorithm": algorithm}, "lowrank": LORA})
+    data = Dense().encode(sent)
+    assert site.train(0, {0: data}, options)
+    site.policy = Policy(clip=0.5)
+    with pytest.raises(PolicyViolation, match=r"clip=0\.5.*RoLoRA"):
+        site.train(1, {1: data}, options)
 
 
 @pytest.mark.slow
