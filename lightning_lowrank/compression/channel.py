@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
@@ -181,8 +181,10 @@ class Channel:
             found = [({}, messages[0].memory or {})]
         else:
             return [self.send_together([message], exact=exact)[0] for message in messages]
-        packets = []
-        for message, sender, change, (arrived, kept) in zip(messages, senders, changes, found, strict=True):
+        packets, lengths = [], _lengths(senders, [sent for sent, *_ in changes])
+        for message, sender, change, (arrived, kept), length in zip(
+            messages, senders, changes, found, lengths, strict=True
+        ):
             sent, references, wanted = change
             lost = {
                 name: (wide - arrived[name].to(wide)).nan_to_num_(nan=0.0, posinf=0.0, neginf=0.0)
@@ -190,7 +192,7 @@ class Channel:
             }
             residual = {**(message.residual or {}), **lost} if self.error_feedback else {}
             received = {name: _added(tensor, references.get(name)) for name, tensor in arrived.items()}
-            packets.append(Packet(sent, sender, received, residual, kept))
+            packets.append(Packet(sent, sender, received, residual, kept, length))
         return packets
 
     def _change(
@@ -265,6 +267,20 @@ class Channel:
         if message_codec is not None:
             codec = chained(message_codec, [codec])  # type: ignore[list-item]  # refused there if it cannot follow
         return Split(exact, Dense(), codec) if exact else codec
+
+
+def _lengths(senders: Sequence[Codec], messages: Sequence[Mapping[str, Tensor]]) -> list[int | None]:
+    """The length of each sender's encoding, computed once for messages of equal layouts; ``None`` if it is adaptive."""
+    if len(messages) == 1 or any(sender.adaptive for sender in senders):
+        return [None] * len(messages)
+    known: dict[Hashable, int] = {}
+    lengths: list[int | None] = []
+    for sender, tensors in zip(senders, messages, strict=True):
+        layout = tuple((name, tensor.dtype, tensor.shape) for name, tensor in tensors.items())
+        if layout not in known:
+            known[layout] = sender.nbytes(tensors)
+        lengths.append(known[layout])
+    return lengths
 
 
 def _check_length(length: int, expected: int) -> None:

@@ -20,6 +20,7 @@ from lightning_lowrank.compression import (
     Split,
     TopK,
 )
+from lightning_lowrank.compression.channel import Outgoing
 from tests.grids import pairwise
 from tests.helpers import draw
 
@@ -191,6 +192,16 @@ def test_what_is_not_finite_is_received_once_and_leaves_no_residual():
     packet = channel.send({"a": torch.tensor([1e6, math.nan, -math.inf, 1.0])}, seed=0)
     assert not packet.received["a"][:3].isfinite().any()
     assert packet.residual["a"].tolist() == [0.0] * 4
+
+
+@pytest.mark.parametrize("codec", [TopK(0.3), LowRankCodec(energy=0.9)], ids=["fixed", "adaptive"])
+def test_equal_layouts_of_senders_together_are_measured_once(monkeypatch, codec):
+    shapes, calls, nbytes = [(6, 5), (6, 5), (9, 5)], [], type(codec).nbytes
+    monkeypatch.setattr(type(codec), "nbytes", lambda *arguments: (calls.append(1), nbytes(*arguments))[1])
+    messages = [Outgoing({"weight": draw(*shape, seed=seed)}, seed) for seed, shape in enumerate(shapes)]
+    packets = Channel([codec]).send_together(messages)
+    assert [packet.nbytes for packet in packets] == [len(packet.encode()) for packet in packets]
+    assert len(calls) == (3 if codec.adaptive else 2)
 
 
 def test_the_seed_of_the_message_is_drawn_from():
