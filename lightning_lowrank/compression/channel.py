@@ -26,18 +26,27 @@ class Packet:
     Args:
         tensors: The encoded tensors: differences, if there is a reference.
         codec: Their codec.
-        received: The message as the receiver decodes it, on the tensors' own devices.
+        arrived: The decoded tensors, on the tensors' own devices: differences, if there is a reference.
         residual: Added to the next message; empty without error feedback.
         memory: The codecs' memory for the sender's next message; empty for most codecs.
         length: Length in bytes of the encoding; ``None``: that of the encoding of ``tensors``.
+        references: The references of the differences, by name. They must not change before `received` is read.
+        together: Whether other senders' messages were compressed with this one, so that it is rounded differently.
     """
 
     tensors: Mapping[str, Tensor]
     codec: Codec
-    received: dict[str, Tensor]
+    arrived: dict[str, Tensor]
     residual: dict[str, Tensor]
     memory: Memory = field(default_factory=dict)
     length: int | None = None
+    references: Mapping[str, Tensor] = field(default_factory=dict)
+    together: bool = False
+
+    @cached_property
+    def received(self) -> dict[str, Tensor]:
+        """The message as the receiver decodes it, on the tensors' own devices."""
+        return {name: _added(tensor, self.references.get(name)) for name, tensor in self.arrived.items()}
 
     @cached_property
     def nbytes(self) -> int:
@@ -191,8 +200,7 @@ class Channel:
                 for name, wide in wanted.items()
             }
             residual = {**(message.residual or {}), **lost} if self.error_feedback else {}
-            received = {name: _added(tensor, references.get(name)) for name, tensor in arrived.items()}
-            packets.append(Packet(sent, sender, received, residual, kept, length))
+            packets.append(Packet(sent, sender, arrived, residual, kept, length, references, len(messages) > 1))
         return packets
 
     def _change(

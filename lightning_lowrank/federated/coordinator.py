@@ -171,9 +171,27 @@ class Coordinator(Exchange):
     def receive(self, client: ClientContext, packet: Packet) -> Exception | None:
         info = self.info(client.id)
         refused = self.refused(info, client.steps, packet.nbytes)
-        if refused is None:
+        if refused is None and self.takes_changes(packet):
+            self._receive_changes(info, packet)
+        elif refused is None:
             self.receive_decoded(info, packet.received)
         return refused
+
+    @override
+    def takes_changes(self, packet: Packet) -> bool:
+        # A packet sent alone is received in one way only, because its result is the same to the bit everywhere.
+        own = packet.together and inherits(self.algorithm, "receive") and not self._sees_messages
+        return own and self.has_all_answers
+
+    def _receive_changes(self, client: ClientInfo, packet: Packet) -> None:
+        """Pass a client's changes to the aggregator, which adds the server's values once for all clients."""
+        self.answers.answered.append(client.id)
+        origin = packet.references
+        if self.broadcasts.rebases:
+            own = self.exact_origin_of(client)
+            origin = {name: own[name] for name in origin}
+        self.server.aggregator.add_change(packet.arrived, origin, self.settings.weight_of(client))
+        self.broadcasts.forget(client.id)
 
     def refused(self, client: ClientInfo, steps: int, nbytes: int) -> Exception | None:
         """The first stage's reason to refuse a message of ``nbytes``; ``None`` if no stage refuses."""

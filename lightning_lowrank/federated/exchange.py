@@ -211,12 +211,17 @@ class Exchange(ABC):
         tensors, allowed = dict(message.tensors), set(self.infinite)
         if self.settings.uplink or message.codec is not None:
             sends = f"as {type(packet.codec).__name__} sends it"
-            tensors |= {f"{name} {sends}": value for name, value in packet.received.items()}
+            decoded = packet.arrived if self.takes_changes(packet) else packet.received
+            tensors |= {f"{name} {sends}": value for name, value in decoded.items()}
             allowed |= {f"{name} {sends}" for name in self.infinite}
         name = first_non_finite(tensors, allowed)
         if name is not None:
             raise NotFiniteError(f"its {name} holds numbers that are not finite")
         return packet
+
+    def takes_changes(self, packet: Packet) -> bool:
+        """Whether a packet's changes are averaged, so that its values need not be computed."""
+        return False
 
     def drop(self, client: int, state: State, error: Exception) -> None:
         """Continue without a client that failed, and restore its ``state`` of before the round.
