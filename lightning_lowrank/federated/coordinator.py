@@ -159,6 +159,11 @@ class Coordinator(Exchange):
         own = inherits(self.algorithm, "broadcast") and not self.server.announcement
         return own and not self.settings.downlink and not self.settings.uplink and not self._sees_messages
 
+    @property
+    def common_start(self) -> Mapping[str, Tensor]:
+        """The values with which all clients begin the round, if the method's `begin` would only copy them."""
+        return (self.broadcasts.shared if inherits(self.algorithm, "begin") else None) or {}
+
     def send_global_model(self, clients: Sequence[ClientInfo]) -> None:
         """Record that clients received the global model, which the caller loads; see `sends_global_model`."""
         nbytes = self.broadcasts.packet(clients[0]).nbytes

@@ -22,6 +22,8 @@ from lightning_lowrank import (
     TopK,
 )
 from lightning_lowrank.aggregation import KeepsArrivals, WeightedMean
+from lightning_lowrank.compression import Packet
+from lightning_lowrank.federated.algorithm import Algorithm
 from lightning_lowrank.federated.broadcasts import Broadcasts
 from lightning_lowrank.federated.wire import Wire
 from tests.algorithms.written_out import (
@@ -99,6 +101,21 @@ def test_a_broadcast_is_encoded_once_for_each_client(tmp_path, monkeypatch, exec
     assert bytes_of == bytes_of_expected
     assert once == [1, 1, 1]
     assert min(more) > 1
+
+
+@pytest.mark.parametrize("downlink", [[], [TopK(0.5, error_feedback=True)]], ids=["exact", "lossy"])
+@pytest.mark.parametrize("rule", [WeightedMean(), Median(), Clipped(15.0)])
+def test_clients_together_are_averaged_as_changes_of_one_start(tmp_path, monkeypatch, rule, downlink):
+    settings = {"aggregator": rule, "uplink": [TopK(0.3, error_feedback=True)], "downlink": downlink}
+    expected, twin = federated(tmp_path, FedAvg(), "sequential", **settings)
+    begun, begin, received = [], Algorithm.begin, Packet.received.func
+    monkeypatch.setattr(Algorithm, "begin", lambda *arguments: (begun.append(1), begin(*arguments))[1])
+    # Their values are not computed.
+    monkeypatch.setattr(Packet, "received", property(lambda packet: received(packet) if not packet.together else None))
+    ended, loop = federated(tmp_path, FedAvg(), "vectorized", **settings)
+    assert_close(ended, expected)
+    assert loop.ledger.state_dict() == twin.ledger.state_dict()
+    assert bool(begun) != bool(downlink)
 
 
 @pytest.mark.parametrize("method", [FedAvg, SCAFFOLD])
