@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -32,6 +33,7 @@ class Packet:
         length: Length in bytes of the encoding; ``None``: that of the encoding of ``tensors``.
         references: The references of the differences, by name. They must not change before `received` is read.
         together: Whether other senders' messages were compressed with this one, so that it is rounded differently.
+        finite: Names of tensors whose numbers are known to be finite, in the message and as they arrived.
     """
 
     tensors: Mapping[str, Tensor]
@@ -42,6 +44,7 @@ class Packet:
     length: int | None = None
     references: Mapping[str, Tensor] = field(default_factory=dict)
     together: bool = False
+    finite: Collection[str] = ()
 
     @cached_property
     def received(self) -> dict[str, Tensor]:
@@ -195,12 +198,16 @@ class Channel:
             messages, senders, changes, found, lengths, strict=True
         ):
             sent, references, wanted = change
-            lost = {
-                name: (wide - arrived[name].to(wide)).nan_to_num_(nan=0.0, posinf=0.0, neginf=0.0)
-                for name, wide in wanted.items()
-            }
+            lost, finite = dict[str, Tensor](), set[str]()
+            for name, wide in wanted.items():
+                lost[name] = wide - arrived[name].to(wide)
+                # Faster than a pass that writes. A sum on another device would have to be waited for.
+                if wide.is_cpu and math.isfinite(lost[name].sum().item()):
+                    finite.add(name)
+                else:
+                    lost[name].nan_to_num_(nan=0.0, posinf=0.0, neginf=0.0)
             residual = {**(message.residual or {}), **lost} if self.error_feedback else {}
-            packets.append(Packet(sent, sender, arrived, residual, kept, length, references, len(messages) > 1))
+            packets.append(Packet(sent, sender, arrived, residual, kept, length, references, len(messages) > 1, finite))
         return packets
 
     def _change(

@@ -10,7 +10,7 @@ Executions and `Rounds` know the server by an `Exchange` alone. There are three:
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -208,10 +208,11 @@ class Exchange(ABC):
         Raises:
             NotFiniteError: If not.
         """
-        tensors, allowed = dict(message.tensors), set(self.infinite)
+        tensors, allowed = _without(message.tensors, packet.finite), set(self.infinite)
         if self.settings.uplink or message.codec is not None:
             sends = f"as {type(packet.codec).__name__} sends it"
-            decoded = packet.arrived if self.takes_changes(packet) else packet.received
+            changes = self.takes_changes(packet)
+            decoded = _without(packet.arrived, packet.finite) if changes else packet.received
             tensors |= {f"{name} {sends}": value for name, value in decoded.items()}
             allowed |= {f"{name} {sends}" for name in self.infinite}
         name = first_non_finite(tensors, allowed)
@@ -256,3 +257,7 @@ class Exchange(ABC):
         self.answers.failed, self.answers.answered = dict(state["failed"]), list(state["answered"])
         for _, kept in self.states.items():
             kept.update(to_device(kept))
+
+
+def _without(tensors: Mapping[str, Tensor], names: Collection[str]) -> dict[str, Tensor]:
+    return {name: value for name, value in tensors.items() if name not in names}

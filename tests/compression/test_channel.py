@@ -194,6 +194,19 @@ def test_what_is_not_finite_is_received_once_and_leaves_no_residual():
     assert packet.residual["a"].tolist() == [0.0] * 4
 
 
+def test_only_finite_tensors_with_feedback_are_known_to_be_finite():
+    """Numbers that the codec does not send, or overflows, count as well; those of exact tensors are not looked at."""
+    rows = {"fine": [1.0, 2.0], "nan": [math.nan, 9.0], "infinite": [9.0, -math.inf], "large": [1e6, 1.0]}
+    message = {name: torch.tensor(row) for name, row in rows.items()} | {"exact": torch.ones(2)}
+    for codecs, expected in (
+        ([RandomK(0.4, error_feedback=True)], {"fine", "large"}),
+        ([TopK(1.0, error_feedback=True), Half()], {"fine"}),
+        ([Half()], set()),
+    ):
+        packet = Channel(codecs).send(message, exact=["exact"], seed=3)
+        assert set(packet.finite) == expected
+
+
 @pytest.mark.parametrize("codec", [TopK(0.3), LowRankCodec(energy=0.9)], ids=["fixed", "adaptive"])
 def test_equal_layouts_of_senders_together_are_measured_once(monkeypatch, codec):
     shapes, calls, nbytes = [(6, 5), (6, 5), (9, 5)], [], type(codec).nbytes
