@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Hashable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
@@ -193,10 +193,8 @@ class Channel:
             found = [({}, messages[0].memory or {})]
         else:
             return [self.send_together([message], exact=exact)[0] for message in messages]
-        packets, lengths = [], _lengths(senders, [sent for sent, *_ in changes])
-        for message, sender, change, (arrived, kept), length in zip(
-            messages, senders, changes, found, lengths, strict=True
-        ):
+        packets, length = [], _common_length(senders, [sent for sent, *_ in changes])
+        for message, sender, change, (arrived, kept) in zip(messages, senders, changes, found, strict=True):
             sent, references, wanted = change
             lost, finite = dict[str, Tensor](), set[str]()
             for name, wide in wanted.items():
@@ -284,18 +282,11 @@ class Channel:
         return Split(exact, Dense(), codec) if exact else codec
 
 
-def _lengths(senders: Sequence[Codec], messages: Sequence[Mapping[str, Tensor]]) -> list[int | None]:
-    """The length of each sender's encoding, computed once for messages of equal layouts; ``None`` if it is adaptive."""
-    if len(messages) == 1 or any(sender.adaptive for sender in senders):
-        return [None] * len(messages)
-    known: dict[Hashable, int] = {}
-    lengths: list[int | None] = []
-    for sender, tensors in zip(senders, messages, strict=True):
-        layout = tuple((name, tensor.dtype, tensor.shape) for name, tensor in tensors.items())
-        if layout not in known:
-            known[layout] = sender.nbytes(tensors)
-        lengths.append(known[layout])
-    return lengths
+def _common_length(senders: Sequence[Codec], messages: Sequence[Mapping[str, Tensor]]) -> int | None:
+    """The length of each of several encodings, if it follows from names, types and shapes that they have in common."""
+    layouts = [[(name, each.dtype, each.shape) for name, each in tensors.items()] for tensors in messages]
+    alike = len(layouts) > 1 and all(layout == layouts[0] for layout in layouts)
+    return senders[0].nbytes(messages[0]) if alike and not senders[0].adaptive else None
 
 
 def _check_length(length: int, expected: int) -> None:
