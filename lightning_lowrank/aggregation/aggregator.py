@@ -71,6 +71,19 @@ class Aggregator(Configured, ABC):
             KeyError: If an earlier party's tensors have other names.
         """
 
+    def add_change(self, change: Mapping[str, Tensor], origin: Mapping[str, Tensor], weight: float) -> None:
+        """Add one party's tensors, given as changes, as if by `add` of ``origin`` plus ``change``, to rounding.
+
+        Args:
+            change: The changes. A tensor without a value in ``origin`` is a value itself.
+            origin: The values that are changed, by name. They must not change before `result`.
+            weight: As in `add`.
+        """
+        self.add(
+            {name: value + origin[name].to(value) if name in origin else value for name, value in change.items()},
+            weight,
+        )
+
     def add_stacks(self, stacks: Mapping[str, Tensor], weights: Sequence[float]) -> None:
         """Add the tensors of several parties, ``[parties, …]``, with a weight for each, as if by `add`."""
         for party, weight in enumerate(weights):

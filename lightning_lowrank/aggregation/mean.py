@@ -53,6 +53,8 @@ class WeightedMean(Aggregator):
         self._only: dict[str, Tensor] = {}
         # Integers too large for exact sums, as long as they are equal in all arrivals.
         self._alike: dict[str, Tensor] = {}
+        # Origins of changes, each with the weight of the parties whose changes of it are in the sums.
+        self._origins: dict[str, tuple[Tensor, float]] = {}
 
     @override
     def add(self, tensors: Mapping[str, Tensor], weight: float) -> None:
@@ -74,6 +76,24 @@ class WeightedMean(Aggregator):
             self._alike = {name: value for name, value in self._alike.items() if torch.equal(value, tensors[name])}
         self.weight += weight
         self.arrivals += 1
+
+    @override
+    def add_change(self, change: Mapping[str, Tensor], origin: Mapping[str, Tensor], weight: float) -> None:
+        if not self.arrivals or type(self).add is not WeightedMean.add:
+            super().add_change(change, origin, weight)
+            return
+        self.add(change, weight)
+        for name, value in origin.items():
+            known, total = self._origins.get(name, (value, 0.0))
+            if known is not value:
+                self._add_origins()
+                total = 0.0
+            self._origins[name] = value, total + weight
+
+    def _add_origins(self) -> None:
+        for name, (value, weight) in self._origins.items():
+            self._sums[name] += to_float64(value) * weight
+        self._origins = {}
 
     @override
     def add_stacks(self, stacks: Mapping[str, Tensor], weights: Sequence[float]) -> None:
@@ -122,6 +142,7 @@ class WeightedMean(Aggregator):
         """
         if self.arrivals and not self.weight:
             raise ValueError(f"the weights of all {self.arrivals} arrivals are 0, but a mean needs a weight above 0.")
+        self._add_origins()
         if self._only:
             return {name: value.to(_at_least(value.dtype, least)) for name, value in self._only.items()}
         means = divide_each(list(self._sums.values()), self.weight)
@@ -136,6 +157,7 @@ class WeightedMean(Aggregator):
 
     @override
     def pool(self, peers: Peers) -> None:
+        self._add_origins()
         layout = {name: value.shape for name, value in self._sums.items()}
         alike = {name: value.cpu() for name, value in self._alike.items()}
         parts = peers.gather((self.arrivals, self.weight, layout, self._dtypes, alike))
@@ -162,6 +184,7 @@ class WeightedMean(Aggregator):
 
     @override
     def state_dict(self) -> dict[str, Any]:
+        self._add_origins()
         return {
             "sums": dict(self._sums),
             "dtypes": {name: str(dtype).removeprefix("torch.") for name, dtype in self._dtypes.items()},

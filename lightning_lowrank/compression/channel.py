@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -26,18 +27,29 @@ class Packet:
     Args:
         tensors: The encoded tensors: differences, if there is a reference.
         codec: Their codec.
-        received: The message as the receiver decodes it, on the tensors' own devices.
+        arrived: The decoded tensors, on the tensors' own devices: differences, if there is a reference.
         residual: Added to the next message; empty without error feedback.
         memory: The codecs' memory for the sender's next message; empty for most codecs.
         length: Length in bytes of the encoding; ``None``: that of the encoding of ``tensors``.
+        references: The references of the differences, by name. They must not change before `received` is read.
+        together: Whether other senders' messages were compressed with this one, so that it is rounded differently.
+        finite: Names of tensors whose numbers are known to be finite, in the message and as they arrived.
     """
 
     tensors: Mapping[str, Tensor]
     codec: Codec
-    received: dict[str, Tensor]
+    arrived: dict[str, Tensor]
     residual: dict[str, Tensor]
     memory: Memory = field(default_factory=dict)
     length: int | None = None
+    references: Mapping[str, Tensor] = field(default_factory=dict)
+    together: bool = False
+    finite: Collection[str] = ()
+
+    @cached_property
+    def received(self) -> dict[str, Tensor]:
+        """The message as the receiver decodes it, on the tensors' own devices."""
+        return {name: _added(tensor, self.references.get(name)) for name, tensor in self.arrived.items()}
 
     @cached_property
     def nbytes(self) -> int:
@@ -181,18 +193,19 @@ class Channel:
             found = [({}, messages[0].memory or {})]
         else:
             return [self.send_together([message], exact=exact)[0] for message in messages]
-        packets = []
+        packets, length = [], _common_length(senders, [sent for sent, *_ in changes])
         for message, sender, change, (arrived, kept) in zip(messages, senders, changes, found, strict=True):
             sent, references, wanted = change
-            received = {name: _added(tensor, references.get(name)) for name, tensor in arrived.items()}
-            residual = {}
-            if self.error_feedback:
-                lost = {
-                    name: (wide - _change_of(name, arrived, received, references).to(wide)).nan_to_num_(0.0, 0.0, 0.0)
-                    for name, wide in wanted.items()
-                }
-                residual = {**(message.residual or {}), **lost}
-            packets.append(Packet(sent, sender, received, residual, kept))
+            lost, finite = dict[str, Tensor](), set[str]()
+            for name, wide in wanted.items():
+                lost[name] = wide - _change_of(arrived[name], references.get(name)).to(wide)
+                # Faster than a pass that writes. A sum on another device would have to be waited for.
+                if wide.is_cpu and math.isfinite(lost[name].sum().item()):
+                    finite.add(name)
+                else:
+                    lost[name].nan_to_num_(nan=0.0, posinf=0.0, neginf=0.0)
+            residual = {**(message.residual or {}), **lost} if self.error_feedback else {}
+            packets.append(Packet(sent, sender, arrived, residual, kept, length, references, len(messages) > 1, finite))
         return packets
 
     def _change(
@@ -269,6 +282,13 @@ class Channel:
         return Split(exact, Dense(), codec) if exact else codec
 
 
+def _common_length(senders: Sequence[Codec], messages: Sequence[Mapping[str, Tensor]]) -> int | None:
+    """The length of each of several encodings, if it follows from names, types and shapes that they have in common."""
+    layouts = [[(name, each.dtype, each.shape) for name, each in tensors.items()] for tensors in messages]
+    alike = len(layouts) > 1 and all(layout == layouts[0] for layout in layouts)
+    return senders[0].nbytes(messages[0]) if alike and not senders[0].adaptive else None
+
+
 def _check_length(length: int, expected: int) -> None:
     """Refuse bytes whose length rules out a message of ``expected`` bytes."""
     if not expected and length:
@@ -299,13 +319,12 @@ def _wide(tensor: Tensor) -> Tensor:
     return tensor.to(torch.promote_types(tensor.dtype, torch.float32))
 
 
-def _change_of(
-    name: str, arrived: Mapping[str, Tensor], received: Mapping[str, Tensor], references: Mapping[str, Tensor]
-) -> Tensor:
+def _change_of(arrived: Tensor, reference: Tensor | None) -> Tensor:
     """The change that the receiver makes: of 16-bit tensors, the sum with the reference is rounded once more."""
-    value, known = received[name], references.get(name)
-    wide = _wide(value)
-    return arrived[name] if known is None or wide is value else wide - known.detach().to(wide)
+    if reference is None or _wide(arrived) is arrived:
+        return arrived
+    received = _wide(_added(arrived, reference))
+    return received - reference.detach().to(received)
 
 
 def _added(tensor: Tensor, reference: Tensor | None) -> Tensor:

@@ -192,8 +192,7 @@ class LowRankCodec(RandomCodec[Factors]):
                 continue
             dtype, shape = layout.floating[name]
             matrices = [_PRODUCT.as_matrix(tensors[name]).to(_wide(dtype)) for tensors in arrived]
-            starts = [sender._start(name, matrix, rank) for sender, matrix in zip(senders, matrices, strict=True)]
-            left, scales, right = _iterated(matrices, starts)
+            left, scales, right = _iterated(matrices, _starts(senders, name, matrices, rank))
             first, second = (vectors.to(dtype).to(_wide(dtype)) for vectors in (left, right))
             for place, (one, other) in enumerate(zip(first * scales[..., None], second, strict=True)):
                 arrived[place][name] = _PRODUCT.as_weight(one.mT @ other, shape).to(dtype)
@@ -249,7 +248,7 @@ class LowRankCodec(RandomCodec[Factors]):
         The result is empty if the energy needs more than ``rank``.
         """
         if self._iterates:
-            left, scales, right = _iterated([matrix], [self._start(name, matrix, rank)])
+            left, scales, right = _iterated([matrix], _starts([self], name, [matrix], rank))
             return left[0], scales[0], right[0]
         finite = matrix.isfinite().all()
         left, scale, right = torch.linalg.svd(torch.where(finite, matrix, 0.0), full_matrices=False)
@@ -261,21 +260,24 @@ class LowRankCodec(RandomCodec[Factors]):
         scale = torch.where(finite, scale[:rank], math.nan)
         return left[:, :rank].mT.contiguous(), scale, right[:rank].contiguous()
 
-    def _start(self, name: str, matrix: Tensor, rank: int) -> Tensor:
-        """The right vectors that the iteration starts from, as rows."""
-        shape = rank, matrix.shape[1]
-        kept = self._memory.get(name)
-        if not isinstance(kept, Tensor) or kept.shape != shape:
-            kept = matrix.new_zeros(shape)
-        kept = kept.to(matrix)
-        empty = ~kept.any(1, keepdim=True)
-        if not empty.any():
-            return kept
-        drawn = torch.randn(shape, generator=seeding.generator(self.seed, "low-rank", name))
-        return torch.where(empty, drawn.to(matrix), kept)
+
+def _starts(senders: Sequence[LowRankCodec], name: str, matrices: Sequence[Tensor], rank: int) -> Tensor:
+    """The right vectors that each sender's iteration starts from, as rows."""
+    shape = rank, matrices[0].shape[1]
+    known = [sender._memory.get(name) for sender in senders]
+    kept = [
+        each.to(matrix) if isinstance(each, Tensor) and each.shape == shape else matrix.new_zeros(shape)
+        for each, matrix in zip(known, matrices, strict=True)
+    ]
+    starts = torch.stack(kept)
+    empty = ~starts.any(-1, keepdim=True)
+    if not empty.any():
+        return starts
+    drawn = [torch.randn(shape, generator=seeding.generator(sender.seed, "low-rank", name)) for sender in senders]
+    return torch.where(empty, torch.stack(drawn).to(starts), starts)
 
 
-def _iterated(matrices: Sequence[Tensor], starts: Sequence[Tensor]) -> tuple[Tensor, Tensor, Tensor]:
+def _iterated(matrices: Sequence[Tensor], starts: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Left vectors, lengths and right vectors after one subspace iteration of each matrix; vectors are rows."""
     left = torch.linalg.qr(torch.stack([each @ start.mT for each, start in zip(matrices, starts, strict=True)])).Q
     right = torch.stack([vectors.mT @ each for vectors, each in zip(left, matrices, strict=True)])

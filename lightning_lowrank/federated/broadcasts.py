@@ -63,6 +63,11 @@ class Broadcasts:
         self._for_all, self._kept, self._copies, self._shifts = None, {}, {}, {}
 
     @property
+    def shared(self) -> Mapping[str, Tensor] | None:
+        """The round's broadcast as all clients receive it; ``None`` if it is not encoded once for all."""
+        return None if self._for_all is None else self._for_all.received
+
+    @property
     def any_client(self) -> ClientInfo:
         """The cohort's first client; client 0 for an empty cohort."""
         return self._info(self._server.cohort[0] if self._server.cohort else 0)

@@ -159,6 +159,11 @@ class Coordinator(Exchange):
         own = inherits(self.algorithm, "broadcast") and not self.server.announcement
         return own and not self.settings.downlink and not self.settings.uplink and not self._sees_messages
 
+    @property
+    def common_start(self) -> Mapping[str, Tensor]:
+        """The values with which all clients begin the round, if the method's `begin` would only copy them."""
+        return (self.broadcasts.shared if inherits(self.algorithm, "begin") else None) or {}
+
     def send_global_model(self, clients: Sequence[ClientInfo]) -> None:
         """Record that clients received the global model, which the caller loads; see `sends_global_model`."""
         nbytes = self.broadcasts.packet(clients[0]).nbytes
@@ -171,9 +176,28 @@ class Coordinator(Exchange):
     def receive(self, client: ClientContext, packet: Packet) -> Exception | None:
         info = self.info(client.id)
         refused = self.refused(info, client.steps, packet.nbytes)
-        if refused is None:
+        if refused is None and self.takes_changes(packet):
+            self._receive_changes(info, packet)
+        elif refused is None:
             self.receive_decoded(info, packet.received)
         return refused
+
+    @override
+    def takes_changes(self, packet: Packet) -> bool:
+        # A packet sent alone is received in one way only, because its result is the same to the bit everywhere.
+        own = packet.together and inherits(self.algorithm, "receive") and not self._sees_messages
+        # The values of 16 bits are rounded, and the sender's residual includes that.
+        return own and self.has_all_answers and all(packet.arrived[name].itemsize >= 4 for name in packet.references)
+
+    def _receive_changes(self, client: ClientInfo, packet: Packet) -> None:
+        """Pass a client's changes to the aggregator, which adds the server's values once for all clients."""
+        self.answers.answered.append(client.id)
+        origin = packet.references
+        if self.broadcasts.rebases:
+            own = self.exact_origin_of(client)
+            origin = {name: own[name] for name in origin}
+        self.server.aggregator.add_change(packet.arrived, origin, self.settings.weight_of(client))
+        self.broadcasts.forget(client.id)
 
     def refused(self, client: ClientInfo, steps: int, nbytes: int) -> Exception | None:
         """The first stage's reason to refuse a message of ``nbytes``; ``None`` if no stage refuses."""

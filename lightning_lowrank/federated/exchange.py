@@ -10,7 +10,7 @@ Executions and `Rounds` know the server by an `Exchange` alone. There are three:
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -208,15 +208,21 @@ class Exchange(ABC):
         Raises:
             NotFiniteError: If not.
         """
-        tensors, allowed = dict(message.tensors), set(self.infinite)
+        tensors, allowed = _without(message.tensors, packet.finite), set(self.infinite)
         if self.settings.uplink or message.codec is not None:
             sends = f"as {type(packet.codec).__name__} sends it"
-            tensors |= {f"{name} {sends}": value for name, value in packet.received.items()}
+            changes = self.takes_changes(packet)
+            decoded = _without(packet.arrived, packet.finite) if changes else packet.received
+            tensors |= {f"{name} {sends}": value for name, value in decoded.items()}
             allowed |= {f"{name} {sends}" for name in self.infinite}
         name = first_non_finite(tensors, allowed)
         if name is not None:
             raise NotFiniteError(f"its {name} holds numbers that are not finite")
         return packet
+
+    def takes_changes(self, packet: Packet) -> bool:
+        """Whether a packet's changes are averaged, so that its values need not be computed."""
+        return False
 
     def drop(self, client: int, state: State, error: Exception) -> None:
         """Continue without a client that failed, and restore its ``state`` of before the round.
@@ -251,3 +257,7 @@ class Exchange(ABC):
         self.answers.failed, self.answers.answered = dict(state["failed"]), list(state["answered"])
         for _, kept in self.states.items():
             kept.update(to_device(kept))
+
+
+def _without(tensors: Mapping[str, Tensor], names: Collection[str]) -> dict[str, Tensor]:
+    return {name: value for name, value in tensors.items() if name not in names}

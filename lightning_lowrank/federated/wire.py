@@ -252,7 +252,7 @@ class Wire:
 
     def with_copy(self, base: Base, packet: Packet) -> Packet:
         """The round's broadcast with the values and length that `keep_copy` saved."""
-        return replace(packet, received=base.state[_COPY], length=base.state.get(_BYTES))
+        return replace(packet, arrived=base.state[_COPY], references={}, length=base.state.get(_BYTES))
 
     def rebased(
         self, base: Base, tensors: Mapping[str, Tensor], own: Mapping[str, Tensor], shift: Callable[[str], Tensor]

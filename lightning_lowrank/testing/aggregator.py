@@ -32,11 +32,11 @@ def check_aggregator(
 ) -> None:
     """Check that an aggregator keeps the contract of `Aggregator`.
 
-    Arrivals are read when they are added, have common names, and come one by one or in stacks. The result has their
-    types, shapes and device, does not depend on their order, is the same when it is asked for again, and leaves the
-    global generators alone. Equal arrivals give that value, and one arrival gives exactly itself. Arrivals can be
-    saved, restored, and pooled by several processes. `Aggregator.fresh` has the arguments without the arrivals. Up to
-    ``byzantine`` arrivals of any size, or that are not finite, do not take the result out of bounds.
+    Arrivals are read when they are added, have common names, and come one by one, in stacks or as changes. The result
+    has their types, shapes and device, does not depend on their order, is the same when it is asked for again, and
+    leaves the global generators alone. Equal arrivals give that value, and one arrival gives exactly itself. Arrivals
+    can be saved, restored, and pooled by several processes. `Aggregator.fresh` has the arguments without the arrivals.
+    Up to ``byzantine`` arrivals of any size, or that are not finite, do not take the result out of bounds.
 
     Args:
         aggregator: The aggregator to check, without arrivals. One arrival has to be enough for it.
@@ -164,6 +164,12 @@ class _Check:
         rule.add_stacks(stacks, self.weights_of)
         rule.prepare({}, 0)
         require(_close(rule.result(), expected), "gives another result for stacked arrivals")
+        rule = self.aggregator.fresh()
+        for place, (tensors, weight) in enumerate(zip(self.sent, self.weights_of, strict=True)):
+            origin = {} if place % 3 == 1 else {"matrix": self.sent[place // 4]["matrix"]}
+            rule.add_change({**tensors, **{name: tensors[name] - origin[name] for name in origin}}, origin, weight)
+        rule.prepare({}, 0)
+        require(_close(rule.result(), expected), "gives another result for arrivals as changes")
         try:
             rule.add({"other": torch.zeros(1, device=self.device)}, 1.0)
         except KeyError:

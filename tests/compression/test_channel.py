@@ -20,6 +20,7 @@ from lightning_lowrank.compression import (
     Split,
     TopK,
 )
+from lightning_lowrank.compression.channel import Outgoing
 from tests.grids import pairwise
 from tests.helpers import draw
 
@@ -204,6 +205,30 @@ def test_what_is_not_finite_is_received_once_and_leaves_no_residual():
     packet = channel.send({"a": torch.tensor([1e6, math.nan, -math.inf, 1.0])}, seed=0)
     assert not packet.received["a"][:3].isfinite().any()
     assert packet.residual["a"].tolist() == [0.0] * 4
+
+
+def test_only_finite_tensors_with_feedback_are_known_to_be_finite():
+    """Numbers that the codec does not send, or overflows, count as well; those of exact tensors are not looked at."""
+    rows = {"fine": [1.0, 2.0], "nan": [math.nan, 9.0], "infinite": [9.0, -math.inf], "large": [1e6, 1.0]}
+    message = {name: torch.tensor(row) for name, row in rows.items()} | {"exact": torch.ones(2)}
+    for codecs, expected in (
+        ([RandomK(0.4, error_feedback=True)], {"fine", "large"}),
+        ([TopK(1.0, error_feedback=True), Half()], {"fine"}),
+        ([Half()], set()),
+    ):
+        packet = Channel(codecs).send(message, exact=["exact"], seed=3)
+        assert set(packet.finite) == expected
+
+
+@pytest.mark.parametrize("codec", [TopK(0.3), LowRankCodec(energy=0.9)], ids=["fixed", "adaptive"])
+@pytest.mark.parametrize("rows", [6, 9])
+def test_equal_layouts_of_senders_together_are_measured_once(monkeypatch, codec, rows):
+    calls, nbytes = [], type(codec).nbytes
+    monkeypatch.setattr(type(codec), "nbytes", lambda *arguments: (calls.append(1), nbytes(*arguments))[1])
+    messages = [Outgoing({"weight": draw(each, 5, seed=seed)}, seed) for seed, each in enumerate([6, 6, rows])]
+    packets = Channel([codec]).send_together(messages)
+    assert [packet.nbytes for packet in packets] == [len(packet.encode()) for packet in packets]
+    assert len(calls) == (3 if codec.adaptive or rows == 9 else 1)
 
 
 def test_the_seed_of_the_message_is_drawn_from():

@@ -6,6 +6,7 @@ from functools import partial
 import pytest
 import torch
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from torch.utils.data import TensorDataset
 
 from lightning_lowrank import (
     SCAFFOLD,
@@ -22,6 +23,8 @@ from lightning_lowrank import (
     TopK,
 )
 from lightning_lowrank.aggregation import KeepsArrivals, WeightedMean
+from lightning_lowrank.compression import Packet
+from lightning_lowrank.federated.algorithm import Algorithm
 from lightning_lowrank.federated.broadcasts import Broadcasts
 from lightning_lowrank.federated.wire import Wire
 from tests.algorithms.written_out import (
@@ -99,6 +102,34 @@ def test_a_broadcast_is_encoded_once_for_each_client(tmp_path, monkeypatch, exec
     assert bytes_of == bytes_of_expected
     assert once == [1, 1, 1]
     assert min(more) > 1
+
+
+@pytest.mark.parametrize("downlink", [[], [TopK(0.5, error_feedback=True)]], ids=["exact", "lossy"])
+@pytest.mark.parametrize("rule", [WeightedMean(), Median(), Clipped(15.0)])
+def test_clients_together_are_averaged_as_changes_of_one_start(tmp_path, monkeypatch, rule, downlink):
+    settings = {"aggregator": rule, "uplink": [TopK(0.3, error_feedback=True)], "downlink": downlink}
+    expected, twin = federated(tmp_path, FedAvg(), "sequential", **settings)
+    begun, begin, received = [], Algorithm.begin, Packet.received.func
+    monkeypatch.setattr(Algorithm, "begin", lambda *arguments: (begun.append(1), begin(*arguments))[1])
+    # Their values are not computed.
+    monkeypatch.setattr(Packet, "received", property(lambda packet: received(packet) if not packet.together else None))
+    ended, loop = federated(tmp_path, FedAvg(), "vectorized", **settings)
+    assert_close(ended, expected)
+    assert loop.ledger.state_dict() == twin.ledger.state_dict()
+    assert bool(begun) != bool(downlink)
+
+
+@pytest.mark.parametrize(("dtype", "changes"), [(torch.float32, 3), (torch.bfloat16, 0)])
+def test_values_of_sixteen_bits_are_averaged_as_they_are_rounded(tmp_path, monkeypatch, dtype, changes):
+    added, add_change = [], WeightedMean.add_change
+    monkeypatch.setattr(WeightedMean, "add_change", lambda *arguments: (added.append(1), add_change(*arguments))[1])
+    inputs, targets = blobs(48).tensors
+    loop = FederatedLoop(
+        FedAvg(), clients=3, uplink=[TopK(0.3, error_feedback=True)], execution="vectorized", summary=False
+    )
+    data = Data(TensorDataset(inputs.to(dtype), targets))
+    fit(trainer(tmp_path, loop, max_epochs=1, limit_val_batches=0), Module().to(dtype), data)
+    assert len(added) == changes
 
 
 @pytest.mark.parametrize("method", [FedAvg, SCAFFOLD])

@@ -178,9 +178,11 @@ class Execution(OfTheRun, ABC):
         made = self.number + 1
         self.clients = [dataclasses.replace(each, steps=min(each.steps, made)) for each in self.clients]
 
-    def _begin_client(self, client: ClientContext, message: Message) -> None:
+    def _begin_client(self, client: ClientContext, message: Message | None) -> None:
+        """Have a client begin; without a message if its model has the broadcast's values already."""
         with errors_of(client.id):
-            self.algorithm.begin(client, message)
+            if message is not None:
+                self.algorithm.begin(client, message)
             self._begin_extras(client)
             self.exchange.note_begun(client)
 

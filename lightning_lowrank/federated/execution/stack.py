@@ -98,6 +98,7 @@ class ClientStack(OfTheRun):
         compiled: The fit's compiled steps, if there are any.
         defers: Whether nobody sees weights between steps, so that a projected optimizer may defer its own.
         logbook: Collects each client's logged values; ``None``: nobody does.
+        start: First values of the clients, by name, in place of those of ``live``.
     """
 
     def __init__(
@@ -112,6 +113,7 @@ class ClientStack(OfTheRun):
         compiled: CompiledSteps | None = None,
         defers: bool = False,
         logbook: Logbook | None = None,
+        start: Mapping[str, Tensor] | None = None,
     ) -> None:
         self._trainer = trainer
         self._logbook = logbook
@@ -132,8 +134,9 @@ class ClientStack(OfTheRun):
         self._deferrable = self._weights_of_linear_layers() if defers else []
         # Compiled steps come in few stack sizes, which may exceed the number of clients.
         rows = count if compiled is None else max(count, compiled.size_for(count))
+        first = {**live, **(start or {})}
         self._rows = {
-            name: value.detach().unsqueeze(0).expand(rows, *value.shape).clone() for name, value in live.items()
+            name: first[name].detach().to(value).expand(rows, *value.shape).clone() for name, value in live.items()
         }
         self.values = {name: value[:count] for name, value in self._rows.items()}
         self.leaves = {

@@ -138,8 +138,10 @@ class Vectorized(Execution):
             for client in waiting if self.settings.buffers != "average" or self.settings.objective else ():
                 self._succeeds(client, failed, functools.partial(self._begin_extras, client))
             return failed
+        has_begun = bool(self.exchange.common_start)
         for client, info in zip(waiting, infos, strict=True):
-            message = self.exchange.send(info)
+            sent = self.exchange.send(info)
+            message = None if has_begun else sent
             self._succeeds(client, failed, functools.partial(self._begin_client, client, message))
         return failed
 
@@ -182,6 +184,7 @@ class Vectorized(Execution):
             self.compiled_steps,
             defers=not steps_are_observed(self.trainer, self.algorithm),
             logbook=self.logbook,
+            start=self.exchange.common_start,
         )
 
     def before_batch(self, number: int) -> None:
