@@ -33,6 +33,7 @@ LAYOUT = (
     *TORCH_ONLY,
     "configuration",
     "extras",
+    "files",
     "pytorch_lightning_alias",
     "buffers",
     "multiply_adds",
