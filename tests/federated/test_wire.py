@@ -32,6 +32,7 @@ from lightning_lowrank import (
     RandomMask,
     RoLoRA,
     Sign,
+    SumProduct,
     TopK,
 )
 from lightning_lowrank.compression import Chain, Channel, Dense, Split
@@ -119,7 +120,7 @@ DRAWN: dict[str, tuple[Any, str, Any]] = {
     "FedMUD of two rounds": (partial(FedMUD, 2), ".factors.", lambda last, now: now // 2 > last // 2),
     "FedSLoP": (METHODS["FedSLoP"].make, "coefficients.", lambda last, now: True),
     "FedLoRA-FLoRA": (METHODS["FedLoRA-FLoRA"].make, ".factors.", lambda last, now: True),
-    "FedLoRA-SumProduct": (METHODS["FedLoRA-SumProduct"].make, ".factors.", lambda last, now: False),
+    "FedLoRA-SumProduct": (lambda: FedLoRA(SumProduct()), ".factors.", lambda last, now: False),
     "FedSB": (partial(FedSB, 3), ".factors.", lambda last, now: last < min(now, 3)),
 }
 
