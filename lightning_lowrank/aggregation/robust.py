@@ -125,7 +125,7 @@ class RobustRule(KeepsArrivals):
     @staticmethod
     def _advice(step: PreAggregation | RobustRule, vectors: int, count: int) -> str:
         possible = max((number for number in range(count) if step.least(number) <= vectors), default=None)
-        fewer = "" if possible is None else f"set byzantine={possible} or less, or "
+        fewer = "" if possible is None else f"set byzantine={possible}{' or less' if possible else ''}, or "
         return f"{fewer}have more clients in a round, as min_clients can demand"
 
     @torch.no_grad()
