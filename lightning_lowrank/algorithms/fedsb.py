@@ -138,6 +138,9 @@ class FedSB(CoreMethod):
                 continue
             # mean = X Σ Yᵀ, and the update is mean · otherᵀ (or its transpose): X Σ (other · Y)ᵀ.
             basis, values, rotation = torch.linalg.svd(mean, full_matrices=False)
+            # Libraries differ in the signs of the vectors.
+            signs = basis.gather(0, basis.abs().argmax(0, keepdim=True)).sign()
+            basis, rotation = basis * signs, rotation * signs.mT
             turned = to_float64(server.model[self.name(name, other)]) @ rotation.mT
             found = {trained: basis, other: turned, "H": values.diag()}
             for part, value in found.items():

@@ -47,8 +47,8 @@ _IN_16_BITS = {
 }
 _NORMALISING = {F.batch_norm, F.group_norm, F.instance_norm, F.layer_norm, F.rms_norm}
 _NUMBERS = {Tensor.__bool__, Tensor.__float__, Tensor.__int__, Tensor.__index__, Tensor.item, Tensor.tolist}
-
-
+# Some releases of torch refuse to map functions, such as F.group_norm, over inputs with the channels last in memory.
+_UNKNOWN_FORMAT = "querying is_contiguous inside of vmap"
 _HOOKS = (Tensor.register_hook, Tensor.register_post_accumulate_grad_hook)
 
 
@@ -100,6 +100,15 @@ class StackedProducts(TorchFunctionMode):
         self, function: Any, types: Any, arguments: tuple[Any, ...] = (), keywords: dict[str, Any] | None = None
     ) -> Any:
         keywords = keywords or {}
+        try:
+            return self._replaced(function, arguments, keywords)
+        except RuntimeError as error:
+            if _UNKNOWN_FORMAT not in str(error):
+                raise
+            contiguous = apply_to_collection((arguments, keywords), Tensor, Tensor.contiguous)
+            return self._replaced(function, *contiguous)
+
+    def _replaced(self, function: Any, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> Any:
         if function in _HOOKS:
             raise NotImplementedError("a hook is registered on a tensor")
         if function in _IN_16_BITS and _is_cast(arguments[0] if arguments else keywords["input"]):

@@ -708,3 +708,17 @@ def test_autocast_reaches_what_all_clients_share(of):
         expected = compute(given)
         assert own.dtype == expected.dtype == torch.bfloat16
         torch.testing.assert_close(own, expected, rtol=2e-2, atol=2e-2)
+
+
+def test_where_torch_refuses_channels_last_in_memory_inputs_are_copied(monkeypatch):
+    # Releases of torch such as 2.7 do so for F.group_norm on the CPU.
+    def refusing(input, *arguments, **keywords):
+        if not input.is_contiguous():
+            raise RuntimeError("NYI: querying is_contiguous inside of vmap for memory_format")
+        return F.group_norm(input, *arguments, **keywords)
+
+    monkeypatch.setitem(mapped_layers._OTHERWISE, F.group_norm, refusing)
+    stack = torch.randn(3, 2, 5, 5, 4, generator=torch.Generator().manual_seed(0)).movedim(-1, 2)
+    with mapped_layers.StackedProducts():
+        found = vmap(lambda images: F.group_norm(images, 2))(stack)
+    assert torch.allclose(found, torch.stack([F.group_norm(images, 2) for images in stack]), atol=1e-6)
