@@ -44,6 +44,7 @@ class Codec(Configured, ABC):
         error_feedback: Whether a `Channel` that starts with this codec keeps the compression error and adds it to the
             next message. The codec by itself ignores it. Default False.
         sparse: Whether the numbers or directions that are not sent arrive as zeros. Default False.
+        one_magnitude: Whether all numbers of a tensor arrive with one magnitude. Default False.
         additive: Whether the decoded sum of messages is the sum of the decoded messages. It is if each number arrives
             exactly, or as zero at positions that sender and receiver both know. Default False.
         expands: Why the compression error may exceed the message, so that error feedback would diverge, and what to use
@@ -55,6 +56,7 @@ class Codec(Configured, ABC):
     unbiased: bool = False
     error_feedback: bool = False
     sparse: bool = False
+    one_magnitude: bool = False
     additive: bool = False
     expands: str = ""
     adaptive: bool = False

@@ -62,6 +62,7 @@ class Chain(FloatingCodec[list[tuple[Layout, Any]]]):
         self.error_feedback = self.codecs[0].error_feedback
         self.unbiased = all(codec.unbiased for codec in self.codecs)
         self.sparse = any(codec.sparse for codec in self.codecs)
+        self.one_magnitude = any(codec.one_magnitude for codec in self.codecs)
         self.additive = all(codec.additive for codec in self.codecs)
         self.adaptive = any(codec.adaptive for codec in self.codecs)
         self.expands = next((codec.expands for codec in self.codecs if codec.expands), "")

@@ -30,6 +30,7 @@ class Sign(FloatingCodec[Tensor]):
         {'binary': tensor([ 0.1000, -0.1000]), 'other': tensor([ 1.5000,  1.5000, -1.5000])}
     """
 
+    one_magnitude = True
     values_part = "scales"
 
     def __init__(self, *, error_feedback: bool = False) -> None:

@@ -48,6 +48,7 @@ class Split(Codec):
         self.unbiased = chosen.unbiased and others.unbiased
         self.error_feedback = chosen.error_feedback or others.error_feedback
         self.sparse = chosen.sparse or others.sparse
+        self.one_magnitude = chosen.one_magnitude or others.one_magnitude
         self.additive = chosen.additive and others.additive
         self.adaptive = chosen.adaptive or others.adaptive
         self.expands = chosen.expands or others.expands

@@ -15,7 +15,7 @@ from lightning.pytorch.utilities import rank_zero_warn
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import Tensor
 
-from lightning_lowrank.compression import Chain, Channel, Codec, Packet, Schema, Sign, Split
+from lightning_lowrank.compression import Channel, Codec, Packet, Schema
 from lightning_lowrank.compression.channel import Outgoing
 from lightning_lowrank.compression.wire import DecodingError
 from lightning_lowrank.federated.algorithm import Algorithm, detached
@@ -82,15 +82,7 @@ class SplitPacket(Packet):
 
 def _coarse(codecs: Sequence[Codec]) -> list[str]:
     """The names of the codecs that suit changes alone, because they leave out numbers, directions or magnitudes."""
-
-    def parts(codec: Codec) -> Sequence[Codec]:
-        if isinstance(codec, Split):
-            return codec.chosen, codec.others
-        return codec.codecs if isinstance(codec, Chain) else ()
-
-    return [
-        type(codec).__name__ for codec in codecs if codec.sparse or isinstance(codec, Sign) or _coarse(parts(codec))
-    ]
+    return [type(codec).__name__ for codec in codecs if codec.sparse or codec.one_magnitude]
 
 
 class Wire:
