@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -25,6 +26,33 @@ __all__ = ["WeightedMean"]
 _NUMBERS_AT_ONCE = 2**20
 # The mean of equal integers below this is exact, even over many arrivals with sums rounded to 53 bits.
 _MOST_BY_SUMS = 2**32
+# In float32, the sum of so few changes is rounded less than the value that they change.
+_CHANGES_AT_ONCE = 32
+
+
+@dataclass
+class _Changes:
+    """Changes of the same values, summed in their own type, at least float32.
+
+    Args:
+        origin: The values.
+        sums: The weighted sums of the changes.
+        weight: The sum of the weights.
+        arrivals: The number of parties.
+    """
+
+    origin: Mapping[str, Tensor]
+    sums: dict[str, Tensor]
+    weight: float = 0.0
+    arrivals: int = 0
+
+    def to(self, device: torch.device) -> _Changes:
+        """The same with the tensors on ``device``."""
+        origin, sums = (
+            {name: value.to(home_of(value.dtype, device)) for name, value in tensors.items()}
+            for tensors in (self.origin, self.sums)
+        )
+        return replace(self, origin=origin, sums=sums)
 
 
 class WeightedMean(Aggregator):
@@ -53,47 +81,61 @@ class WeightedMean(Aggregator):
         self._only: dict[str, Tensor] = {}
         # Integers too large for exact sums, as long as they are equal in all arrivals.
         self._alike: dict[str, Tensor] = {}
-        # Origins of changes, each with the weight of the parties whose changes of it are in the sums.
-        self._origins: dict[str, tuple[Tensor, float]] = {}
+        self._changes: _Changes | None = None
 
     @override
     def add(self, tensors: Mapping[str, Tensor], weight: float) -> None:
-        values = [tensor.detach() for tensor in tensors.values()]
         if self.arrivals == 0:
+            values = {name: tensor.detach() for name, tensor in tensors.items()}
             # Zeros instead of a product, because an arrival of weight 0 may have NaN or infinite numbers.
-            scaled = [to_float64(value) * weight if weight else torch.zeros_like(to_float64(value)) for value in values]
-            self._sums = dict(zip(tensors, scaled, strict=True))
+            self._sums = {
+                name: to_float64(value) * weight if weight else torch.zeros_like(to_float64(value))
+                for name, value in values.items()
+            }
             self._remember(tensors)
-            self._only = {name: value.clone() for name, value in zip(tensors, values, strict=True)}
+            self._only = {name: value.clone() for name, value in values.items()}
             self._alike = {name: value for name, value in self._only.items() if _exceeds_sums(value)}
+            self.weight, self.arrivals = weight, 1
         else:
             check_names(tensors, self._sums)
-            if weight:
-                sums = [self._sums[name] for name in tensors]
-                # On a CPU, torch adds most other floating-point types in float64 without a converted copy.
-                add_each(sums, [value if _adds_exactly(value) else to_float64(value) for value in values], alpha=weight)
-            self._only = {}
-            self._alike = {name: value for name, value in self._alike.items() if torch.equal(value, tensors[name])}
+            self._add_another(tensors, weight)
+
+    def _add_another(self, tensors: Mapping[str, Tensor], weight: float) -> None:
+        """Add all or some of a party's tensors to the sums, and count the party."""
+        if weight:
+            values = [tensor.detach() for tensor in tensors.values()]
+            # On a CPU, torch adds most other floating-point types in float64, faster than their converted copies.
+            converted = [value if _adds_exactly(value) else to_float64(value) for value in values]
+            add_each([self._sums[name] for name in tensors], converted, alpha=weight)
+        self._only = {}
+        self._alike = {name: value for name, value in self._alike.items() if torch.equal(value, tensors[name])}
         self.weight += weight
         self.arrivals += 1
 
     @override
     def add_change(self, change: Mapping[str, Tensor], origin: Mapping[str, Tensor], weight: float) -> None:
-        if not self.arrivals or type(self).add is not WeightedMean.add:
+        floating = all(value.is_floating_point() for value in origin.values())
+        if not (self.arrivals and weight and floating) or type(self).add is not WeightedMean.add:
             super().add_change(change, origin, weight)
             return
-        self.add(change, weight)
-        for name, value in origin.items():
-            known, total = self._origins.get(name, (value, 0.0))
-            if known is not value:
-                self._add_origins()
-                total = 0.0
-            self._origins[name] = value, total + weight
+        check_names(change, self._sums)
+        changes = self._changes
+        if changes is None or changes.arrivals == _CHANGES_AT_ONCE or not _equal(changes.origin, origin):
+            self._add_changes()
+            changes = self._changes = _Changes(origin, {name: _zeros(change[name]) for name in origin})
+        # The origin that was loaded with the sums of a resumed round is a copy.
+        changes.origin = origin
+        add_each([*changes.sums.values()], [change[name].detach() for name in changes.sums], alpha=weight)
+        changes.weight += weight
+        changes.arrivals += 1
+        self._add_another({name: value for name, value in change.items() if name not in origin}, weight)
 
-    def _add_origins(self) -> None:
-        for name, (value, weight) in self._origins.items():
-            self._sums[name] += to_float64(value) * weight
-        self._origins = {}
+    def _add_changes(self) -> None:
+        """Add the changes that were summed apart, and the values that they change."""
+        if self._changes is not None:
+            for name, value in self._changes.origin.items():
+                self._sums[name] += to_float64(value) * self._changes.weight + to_float64(self._changes.sums[name])
+            self._changes = None
 
     @override
     def add_stacks(self, stacks: Mapping[str, Tensor], weights: Sequence[float]) -> None:
@@ -142,7 +184,7 @@ class WeightedMean(Aggregator):
         """
         if self.arrivals and not self.weight:
             raise ValueError(f"the weights of all {self.arrivals} arrivals are 0, but a mean needs a weight above 0.")
-        self._add_origins()
+        self._add_changes()
         if self._only:
             return {name: value.to(_at_least(value.dtype, least)) for name, value in self._only.items()}
         means = divide_each(list(self._sums.values()), self.weight)
@@ -157,7 +199,7 @@ class WeightedMean(Aggregator):
 
     @override
     def pool(self, peers: Peers) -> None:
-        self._add_origins()
+        self._add_changes()
         layout = {name: value.shape for name, value in self._sums.items()}
         alike = {name: value.cpu() for name, value in self._alike.items()}
         parts = peers.gather((self.arrivals, self.weight, layout, self._dtypes, alike))
@@ -184,8 +226,9 @@ class WeightedMean(Aggregator):
 
     @override
     def state_dict(self) -> dict[str, Any]:
-        self._add_origins()
         return {
+            # Saved apart, because a resumed round must add the same numbers in the same order.
+            "changes": None if self._changes is None else dict(vars(self._changes)),
             "sums": dict(self._sums),
             "dtypes": {name: str(dtype).removeprefix("torch.") for name, dtype in self._dtypes.items()},
             "only": dict(self._only),
@@ -201,12 +244,23 @@ class WeightedMean(Aggregator):
         self._devices = {name: home_of(dtype, device) for name, dtype in self._dtypes.items()}
         self._only = {name: tensor.to(self._devices[name]) for name, tensor in state["only"].items()}
         self._alike = {name: tensor.to(self._devices[name]) for name, tensor in state["alike"].items()}
+        self._changes = None if state["changes"] is None else _Changes(**state["changes"]).to(device)
         self.weight = state["weight"]
         self.arrivals = state["arrivals"]
 
 
 def _at_least(dtype: torch.dtype, least: torch.dtype | None) -> torch.dtype:
     return dtype if least is None or not dtype.is_floating_point else torch.promote_types(dtype, least)
+
+
+def _zeros(change: Tensor) -> Tensor:
+    return torch.zeros_like(change, dtype=torch.promote_types(change.dtype, torch.float32))
+
+
+def _equal(known: Mapping[str, Tensor], values: Mapping[str, Tensor]) -> bool:
+    return known.keys() == values.keys() and all(
+        value is known[name] or torch.equal(value, known[name].to(value)) for name, value in values.items()
+    )
 
 
 def _adds_exactly(value: Tensor) -> bool:

@@ -186,8 +186,6 @@ class Coordinator(Exchange):
     def takes_changes(self, packet: Packet) -> bool:
         # A packet sent alone is received in one way only, because its result is the same to the bit everywhere.
         own = packet.together and inherits(self.algorithm, "receive") and not self._sees_messages
-        # A round of several chunks may be saved between two, and the sums must not depend on that.
-        own = own and (self.settings.chunk_size or len(self.server.cohort)) >= len(self.server.cohort)
         # The values of 16 bits are rounded, and the sender's residual includes that.
         return own and self.has_all_answers and all(packet.arrived[name].itemsize >= 4 for name in packet.references)
 

@@ -129,7 +129,7 @@ def as_rows(stack: Tensor) -> Tensor:
 
 def add_each(tensors: Sequence[Tensor], others: Sequence[Tensor], alpha: float = 1) -> None:
     """In place: ``tensor += alpha * other`` for each pair."""
-    if len({tensor.device for tensor in tensors}) < 2:
+    if len({tensor.device for tensor in tensors}) == 1:
         torch._foreach_add_(list(tensors), list(others), alpha=alpha)
         return
     for tensor, other in zip(tensors, others, strict=True):
@@ -138,7 +138,7 @@ def add_each(tensors: Sequence[Tensor], others: Sequence[Tensor], alpha: float =
 
 def divide_each(tensors: Sequence[Tensor], divisor: float) -> Sequence[Tensor]:
     """The quotients of tensors and a number."""
-    if len({tensor.device for tensor in tensors}) < 2:
+    if len({tensor.device for tensor in tensors}) == 1:
         return torch._foreach_div(list(tensors), divisor)
     return [tensor / divisor for tensor in tensors]
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import io
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -105,7 +105,7 @@ class _Check:
         self.weights_of = [float(1 + place % 4) for place in range(arrivals)]
         self.sent = [
             {
-                "matrix": 1 + torch.randn(3, 2, generator=drawn).to(device),
+                "matrix": 1 + torch.randn(30, 20, generator=drawn).to(device),
                 "number": torch.randn((), generator=drawn, dtype=torch.float64).to(device),
                 "half": torch.randn(5, generator=drawn).bfloat16().to(device),
                 "empty": torch.zeros(0, 4, device=device),
@@ -165,9 +165,7 @@ class _Check:
         rule.prepare({}, 0)
         require(_close(rule.result(), expected), "gives another result for stacked arrivals")
         rule = self.aggregator.fresh()
-        for place, (tensors, weight) in enumerate(zip(self.sent, self.weights_of, strict=True)):
-            origin = {} if place % 3 == 1 else {"matrix": self.sent[place // 4]["matrix"]}
-            rule.add_change({**tensors, **{name: tensors[name] - origin[name] for name in origin}}, origin, weight)
+        self.add_changes(rule, range(len(self.sent)))
         rule.prepare({}, 0)
         require(_close(rule.result(), expected), "gives another result for arrivals as changes")
         try:
@@ -175,6 +173,18 @@ class _Check:
         except KeyError:
             return
         require(False, "accepts arrivals of different names; it should raise KeyError")
+
+    def add(self, rule: Aggregator, places: Iterable[int]) -> None:
+        for place in places:
+            rule.add(self.sent[place], self.weights_of[place])
+
+    def add_changes(self, rule: Aggregator, places: Iterable[int]) -> None:
+        """Add the arrivals at these places as changes, of several origins and none."""
+        for place in places:
+            tensors = self.sent[place]
+            origin = {} if place % 5 == 1 else {"matrix": self.sent[place // 4]["matrix"]}
+            change = {**tensors, **{name: tensors[name] - origin[name] for name in origin}}
+            rule.add_change(change, origin, self.weights_of[place])
 
     def order(self) -> None:
         expected = self.result(self.sent, self.weights_of)
@@ -208,24 +218,31 @@ class _Check:
             require(all(_same(each, found[0]) for each in found), "depends on the seed, but draws=False")
 
     def continuing(self) -> None:
-        expected, cut = self.result(self.sent, self.weights_of), len(self.sent) // 3
-        file = io.BytesIO()
-        torch.save(self.filled(self.sent[:cut], self.weights_of[:cut]).state_dict(), file)
-        file.seek(0)
-        resumed = self.aggregator.fresh()
-        resumed.load_state_dict(torch.load(file, weights_only=True), self.device)
-        require(resumed.arrivals == cut, f"has {resumed.arrivals} arrivals of {cut} after it is restored")
-        for tensors, weight in zip(self.sent[cut:], self.weights_of[cut:], strict=True):
-            resumed.add(tensors, weight)
-        resumed.prepare({}, 0)
-        require(_same(resumed.result(), expected), "gives another result when its state is saved and restored")
-        for here in (cut, 0):
-            there = self.filled(self.sent[:here], self.weights_of[:here])
-            mine = self.filled(self.sent[here:], self.weights_of[here:])
-            mine.pool(_Peers(self.device, there.pool) if here else _Alone(self.device))
-            mine.prepare({}, 0)
-            require(mine.arrivals == len(self.sent), "loses arrivals when processes pool them")
-            require(_close(mine.result(), expected), "gives another result when two processes pool their arrivals")
+        expected, cut = self.result(self.sent, self.weights_of), len(self.sent) // 2
+        for kind, add in (("arrivals", self.add), ("arrivals as changes", self.add_changes)):
+            rules = whole, part, resumed = [self.aggregator.fresh() for _ in range(3)]
+            add(whole, range(len(self.sent)))
+            add(part, range(cut))
+            file = io.BytesIO()
+            torch.save(part.state_dict(), file)
+            file.seek(0)
+            resumed.load_state_dict(torch.load(file, weights_only=True), self.device)
+            require(resumed.arrivals == cut, f"has {resumed.arrivals} arrivals of {cut} after it is restored")
+            for rule in (part, resumed):
+                add(rule, range(cut, len(self.sent)))
+            for rule in rules:
+                rule.prepare({}, 0)
+            after = f"gives another result for {kind} when its state is saved"
+            require(_same(part.result(), whole.result()), after)
+            require(_same(resumed.result(), whole.result()), f"{after} and restored")
+            for here in (cut, 0):
+                there, mine = self.aggregator.fresh(), self.aggregator.fresh()
+                add(there, range(here))
+                add(mine, range(here, len(self.sent)))
+                mine.pool(_Peers(self.device, there.pool) if here else _Alone(self.device))
+                mine.prepare({}, 0)
+                require(mine.arrivals == len(self.sent), f"loses {kind} when processes pool them")
+                require(_close(mine.result(), expected), f"gives another result when two processes pool {kind}")
 
     def fresh(self) -> None:
         rule = self.filled(self.sent)

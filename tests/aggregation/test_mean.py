@@ -46,6 +46,14 @@ def test_one_arrival_comes_back_exactly(dtype):
     assert torch.equal(mean.result()["w"], value)
 
 
+def test_the_mean_of_many_changes_is_as_precise_as_one():
+    draws, mean, origin = torch.Generator().manual_seed(0), WeightedMean(), {"w": torch.zeros(50)}
+    changes = 0.01 + torch.rand(3000, 50, generator=draws)
+    for change in changes:
+        mean.add_change({"w": change}, origin, 613)
+    torch.testing.assert_close(mean.result()["w"], changes.double().mean(0).float(), rtol=3e-7, atol=0)
+
+
 def test_arrivals_are_read_at_once():
     value, mean = torch.ones(2), WeightedMean()
     mean.add({"w": value}, 1)
