@@ -457,6 +457,16 @@ def test_batch_norm(size, training, without):
     compare(partial(F.batch_norm, training=training, momentum=0.3, eps=1e-3), tensors, in_place=STATISTICS)
 
 
+@pytest.mark.parametrize("without", [(), ("weight", "bias"), STATISTICS], ids=str)
+@pytest.mark.parametrize("size", [(200, 200), (10, 200, 20)])
+def test_batch_norm_of_many_numbers_is_as_precise_as_alone(size, without):
+    tensors = {name: value.float() for name, value in normalisation(size, batch=2, channels=3).items()}
+    tensors["input"] = 33.3 + tensors["input"] / 10
+    none = {name: None for name in without if name in STATISTICS}
+    tensors = {name: value for name, value in tensors.items() if name not in without}
+    compare(partial(F.batch_norm, training=True, **none), tensors, in_place=STATISTICS, tolerance=3e-4)
+
+
 def test_batch_norm_without_running_statistics():
     tensors = {name: value for name, value in normalisation().items() if name not in STATISTICS}
     compare(partial(F.batch_norm, running_mean=None, running_var=None, training=True), tensors)
