@@ -82,6 +82,16 @@ class Classifier(LightningModule):
         if example_input_shape is not None:
             self.example_input_array = torch.zeros(1, *example_input_shape)
 
+    @property
+    def example_input_array(self) -> Any:
+        """Zeros of the network's input shape, in the module's type: Lightning's summary does not convert them."""
+        example = super().example_input_array
+        return example.to(self.dtype) if isinstance(example, Tensor) and example.is_floating_point() else example
+
+    @example_input_array.setter
+    def example_input_array(self, example: Any) -> None:
+        LightningModule.example_input_array.fset(self, example)  # type: ignore[attr-defined]
+
     def forward(self, inputs: Tensor) -> Tensor:
         """The network's logits, ``(batch, num_classes)``."""
         return self.network(inputs)

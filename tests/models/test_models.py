@@ -352,6 +352,17 @@ def test_example_input_array_comes_from_the_network():
     assert Classifier(nn.Linear(5, 4)).example_input_array is None
 
 
+@pytest.mark.parametrize("precision", ["64-true", "bf16-true"])
+def test_a_summary_of_another_precision(tmp_path, precision):
+    module = Classifier(MLP(64, hidden=(8,)))
+    data = DataLoader(TensorDataset(torch.randn(8, 1, 8, 8), torch.arange(8)), batch_size=4)
+    settings = {"precision": precision, "max_epochs": 1, "default_root_dir": tmp_path}
+    trainer(**settings, enable_model_summary=True).fit(module, data)
+    assert module.example_input_array.dtype == next(module.parameters()).dtype
+    module.example_input_array = torch.arange(3)
+    assert module.example_input_array.dtype == torch.int64
+
+
 @pytest.mark.slow
 def test_checkpoint_is_plain_data_and_loads_with_a_network(tmp_path):
     inputs, _, loader = small_data()
