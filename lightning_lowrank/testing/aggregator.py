@@ -291,7 +291,8 @@ def _same(first: Mapping[str, Tensor], second: Mapping[str, Tensor]) -> bool:
 
 
 def _close(first: Mapping[str, Tensor], second: Mapping[str, Tensor]) -> bool:
-    return all(
-        torch.allclose(value.double(), second[name].double(), rtol=1e-2 if value.dtype.itemsize == 2 else 1e-5)
-        for name, value in first.items()
-    )
+    def alike(value: Tensor, other: Tensor) -> bool:
+        relative = 1e-2 if value.dtype.itemsize == 2 else 1e-5
+        return torch.allclose(value.double(), other.double(), rtol=relative, atol=1e-6)
+
+    return all(alike(value, second[name]) for name, value in first.items())

@@ -129,7 +129,7 @@ def test_a_rule_of_ones_own_keeps_it():
         (Draws(), {}, "depends on the order of arrivals"),
         (StacksAsSums(), {}, "gives another result for stacked arrivals"),
         (AnyNames(), {}, "accepts arrivals of different names"),
-        (ForgetsWhenSaved(), {}, "has 2 arrivals of 3 after it is restored"),
+        (ForgetsWhenSaved(), {}, "has 4 arrivals of 5 after it is restored"),
         (Alone(), {}, "loses arrivals when processes pool them"),
         (LosesItsArgument(0.2), {}, "loses arguments when it is fresh"),
         (Mean(), {"weighted": True}, "ignores the weights of arrivals, but weighted=True"),
