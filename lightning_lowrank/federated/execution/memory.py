@@ -55,7 +55,8 @@ def _saved(trainer: Any, stack: ClientStack, batch: Any) -> int:
 
     def pack(tensor: Tensor) -> Tensor:
         kept[storage_key(tensor)] = tensor.untyped_storage().nbytes()
-        return tensor
+        # An operation that saved its own output would keep itself, and the step, alive.
+        return tensor.detach()
 
     stack.measured = True
     with saved_tensors_hooks(pack, lambda tensor: tensor), trainer.precision_plugin.train_step_context():
