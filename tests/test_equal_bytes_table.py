@@ -76,7 +76,12 @@ def test_the_rate_is_chosen_on_held_out_images_and_runs_are_made_once(table, run
     # R is 100,000 bytes: 3 rounds of FedAvg within R/32, and none within R/128; 62 and 15 of the other.
     searched = [(trial.method, trial.rate, rounds) for trial, rounds in runs if trial.searches]
     rates = (0.01, 0.03, 0.1, 0.3, 1.0)
-    assert searched == [*(("FedAvg", rate, 3) for rate in rates), *(("top-k", rate, 62) for rate in rates)]
+    # In R/32 the best rate of R/128 and the two beside it.
+    assert searched == [
+        *(("top-k", rate, 15) for rate in rates),
+        *(("FedAvg", rate, 3) for rate in rates),
+        *(("top-k", rate, 62) for rate in rates[1:4]),
+    ]
     final = [(trial.method, trial.rate, trial.seed, rounds) for trial, rounds in runs if not trial.searches]
     assert final == [(method, 0.1, seed, n) for method, n in (("FedAvg", 3), ("top-k", 62)) for seed in (0, 1)]
     lines = (tmp_path / "RESULTS.md").read_text().splitlines()

@@ -4,9 +4,10 @@ r"""Test accuracy at equal bytes, for every family of methods: makes the runs, t
 
 The unit is R, the bytes of 100 rounds of FedAvg in both directions; a budget is a share of R. For each method,
 
-1. each learning rate of one grid, the same for all methods, is tried with seed 100, a tenth of the training images held
-   out. The accuracy on these chooses the rate of each budget. Where that is the grid's lowest or highest rate, the next
-   lower or higher one is tried too, until the best rate has a worse one on each side;
+1. learning rates of one grid, the same for all methods, are tried with seed 100, a tenth of the training images held
+   out. The accuracy on these chooses the rate of each budget. At the smallest budget the grid's five middle rates are
+   tried, and at a larger one the best rate of the budget before and the two beside it; then others, until the best rate
+   has a worse one on each side;
 2. one run is made for each chosen rate and each of ``--seeds``, on all training images. Its accuracy on the test images
    is in the table.
 
@@ -71,7 +72,7 @@ METHODS = {
 """Overlays of each method."""
 RATES = (0.0001, 0.0003, 0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0)
 FIRST_RATES = RATES[4:9]
-"""Rates that are tried with every method; the others only where the best one so far is at an end."""
+"""Rates that are tried at the smallest budget; the others only beside the best one so far."""
 BUDGETS = (8, 32, 128)
 TARGETS = (0.75, 0.8)
 SEARCH_SEED = 100
@@ -253,17 +254,19 @@ class Table:
             if str(share) in runs.get(trial.name, {"accuracy": ()})["accuracy"]
         }
 
-    def next_rate(self, method: str, share: int) -> float | None:
-        """The rate to try next: beside the best one, if none was tried there; ``None`` if the search is over."""
+    def next_rates(self, method: str, share: int) -> list[float]:
+        """The rates to try next at a budget; empty if the best one was tried with both beside it."""
+        if not self.rounds(next(iter(SETTINGS)), method, share):
+            return []
         found, best = self.searched(method, share), self.rate(method, share)
         if best is None:
             # Each has diverged, or none was tried.
-            best = min(found, default=None)
+            smaller = (self.rate(method, each) for each in sorted(BUDGETS) if each > share)
+            best = min(found, default=None) or next((rate for rate in smaller if rate is not None), None)
         if best is None:
-            return None
+            return list(FIRST_RATES)
         place = RATES.index(best)
-        beside = (RATES[each] for each in (place - 1, place + 1) if 0 <= each < len(RATES))
-        return next((rate for rate in beside if rate not in found), None)
+        return [rate for rate in RATES[max(0, place - 1) : place + 2] if rate not in found]
 
     def rate(self, method: str, share: int) -> float | None:
         """The rate that the held-out images choose at a budget."""
@@ -299,14 +302,18 @@ class Runs:
             for (setting, method), future in zip(lacking, found, strict=True):
                 self.table.content["bytes"][f"{setting} | {method}"] = future.result()
             self.table.save()
-            methods, budgets = self.options.methods, self.options.budgets
-            wanted = [_search(method, rate) for method in methods for rate in FIRST_RATES]
-            while wanted:
-                longest = [self.table.rounds(trial.setting, trial.method, min(budgets)) for trial in wanted]
-                self._made(pool, zip(wanted, longest, strict=True))
-                found = [(method, self.table.next_rate(method, share)) for method in methods for share in budgets]
-                wanted = [_search(method, rate) for method, rate in dict.fromkeys(found) if rate is not None]
+            for share in sorted(self.options.budgets, reverse=True):
+                while wanted := self._searches(share):
+                    self._made(pool, wanted)
             self._made(pool, self._final())
+
+    def _searches(self, share: int) -> list[tuple[Trial, int]]:
+        """The trials that the search of rates at a budget needs next, with their rounds."""
+        return [
+            (_search(method, rate), self.table.rounds(next(iter(SETTINGS)), method, share))
+            for method in self.options.methods
+            for rate in self.table.next_rates(method, share)
+        ]
 
     def _final(self) -> list[tuple[Trial, int]]:
         rounds: dict[Trial, int] = {}
