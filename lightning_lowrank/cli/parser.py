@@ -58,7 +58,7 @@ from lightning_lowrank.cli.suggestions import with_suggestions
 from lightning_lowrank.extras import how_to_install
 from lightning_lowrank.federated.checks import check_callbacks, static_batch_norm_advice, why_trained_set_is_fixed
 from lightning_lowrank.federated.loop import FederatedLoop
-from lightning_lowrank.federated.safe_files import WholeCheckpoints, check_whole
+from lightning_lowrank.federated.safe_files import WholeCheckpoints, check_folders, check_whole
 from lightning_lowrank.internals.cli import SubcommandCLI
 
 JSONARGPARSE = SpecifierSet(">=4.52,<5")
@@ -411,6 +411,10 @@ class LowRankCLI(SubcommandCLI):
         if type(trainer.strategy.checkpoint_io) is TorchCheckpointIO:
             trainer.strategy.checkpoint_io = WholeCheckpoints()
         return trainer
+
+    def before_fit(self) -> None:
+        """Refuse folders that can't be written before anything is trained."""
+        check_folders(self.trainer)
 
     def install_optimizers(self) -> None:
         """Have ``configure_optimizers`` build the configured optimizers, so that they get the factors."""

@@ -9,6 +9,7 @@ import errno
 import os
 import shutil
 import socket
+import tempfile
 import time
 import zipfile
 from collections.abc import Callable, Iterable
@@ -167,6 +168,28 @@ class WholeCheckpoints(TorchCheckpointIO):
 def _full(folder: Path) -> int | None:
     """The error number ENOSPC if the folder's disk is full, else ``None``."""
     return errno.ENOSPC if shutil.disk_usage(folder).free < _LEAST_FREE else None
+
+
+def check_folders(trainer: Any) -> None:
+    """Refuse a trainer whose loggers and checkpoints have a folder that can't be written.
+
+    Raises:
+        MisconfigurationException: If a folder can't be made, or no file can be written in it.
+    """
+    folders = {str(each.save_dir) for each in trainer.loggers if each.save_dir}
+    for callback in trainer.checkpoint_callbacks:
+        folder = getattr(callback, "dirpath", None)
+        folders |= {str(folder)} if folder else set() if folders else {str(trainer.default_root_dir)}
+    for folder in filter(_is_local, sorted(folders)):
+        try:
+            Path(folder).mkdir(parents=True, exist_ok=True)
+            with tempfile.TemporaryFile(dir=folder):
+                pass
+        except OSError as error:
+            raise MisconfigurationException(
+                f"the folder {folder} for logs or checkpoints can't be written ({error.strerror}): set the logger's"
+                " save_dir, ModelCheckpoint's dirpath or trainer.default_root_dir to one that can."
+            ) from error
 
 
 def of_full_disk(error: BaseException | None) -> OSError | None:

@@ -681,6 +681,8 @@ FLOOR = ("--lowrank.rank", "null", "--lowrank.budget", "0.001")
             ("--data", "FashionMNIST", "--data.root", "nowhere", "--data.download", "false"),
             ["torchvision cannot read FashionMNIST", "root='nowhere'"],
         ),
+        (("--trainer.default_root_dir", "scalar.yaml/runs"), ["the folder scalar.yaml/runs", "Not a directory"]),
+        (("--trainer.logger", "false", "--trainer.default_root_dir", "none.yaml"), ["the folder none.yaml for logs", "File exists"]),
     ],
 )
 def test_errors_end_in_one_line(run, capsys, words, said):
