@@ -682,7 +682,10 @@ FLOOR = ("--lowrank.rank", "null", "--lowrank.budget", "0.001")
             ["torchvision cannot read FashionMNIST", "root='nowhere'"],
         ),
         (("--trainer.default_root_dir", "scalar.yaml/runs"), ["the folder scalar.yaml/runs", "Not a directory"]),
-        (("--trainer.logger", "false", "--trainer.default_root_dir", "none.yaml"), ["the folder none.yaml for logs", "File exists"]),
+        (
+            ("--trainer.logger", "false", "--trainer.default_root_dir", "none.yaml"),
+            ["the folder none.yaml for logs", "File exists"],
+        ),
     ],
 )
 def test_errors_end_in_one_line(run, capsys, words, said):

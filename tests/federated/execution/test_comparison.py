@@ -138,6 +138,25 @@ def test_the_rounding_of_a_deep_network_is_no_difference(tmp_path):
     fit(trainer(tmp_path, loop, max_epochs=1, limit_val_batches=0), module, Data(images))
 
 
+class Amplifies(Module):
+    """Its gradients have the rounding errors of its outputs, ``times`` as large, and are ``apart`` together."""
+
+    times, apart = 4e5, 1.03
+
+    def loss(self, batch):
+        share = 1 if self.net[0].weight.is_leaf else self.apart
+        return 1 + share * torch.sin(self.times * self.net(batch[0])).mean() / self.times
+
+
+@pytest.mark.parametrize(("times", "apart"), [(1e3, 1.03), (1e8, 1.5)])
+def test_what_rounding_changes_may_differ_by_more(tmp_path, monkeypatch, times, apart):
+    together(tmp_path, Amplifies())
+    monkeypatch.setattr(Amplifies, "times", times)
+    monkeypatch.setattr(Amplifies, "apart", apart)
+    with pytest.raises(MisconfigurationException, match=r"the gradient of net.* for the client alone"):
+        together(tmp_path, Amplifies())
+
+
 def together(tmp_path: Any, module: Module, **settings: Any) -> Module:
     loop = FederatedLoop(FedAvg(), partition=FromIndices(CLIENTS["even"]), execution="vectorized", summary=False)
     return fit(trainer(tmp_path, loop, max_epochs=1, **settings), module, Data())
