@@ -14,7 +14,7 @@ from typing_extensions import override
 from lightning_lowrank.arguments import Configured
 from lightning_lowrank.internals.torch import has_float64
 
-__all__ = ["Aggregator", "KeepsArrivals", "Peers", "check_names", "float64_device", "to_float64"]
+__all__ = ["Aggregator", "KeepsArrivals", "Peers", "check_names", "equal_tensors", "float64_device", "to_float64"]
 
 
 class Peers(Protocol):
@@ -189,6 +189,13 @@ def check_names(tensors: Mapping[str, Any], earlier: Mapping[str, Any]) -> None:
     """Refuse tensors whose names differ from those of an earlier arrival."""
     if tensors.keys() != earlier.keys():
         raise KeyError(f"arrivals name different tensors: {sorted(tensors.keys() ^ earlier.keys())} are not in both")
+
+
+def equal_tensors(one: Mapping[str, Tensor], other: Mapping[str, Tensor]) -> bool:
+    """Whether two collections of tensors are equal."""
+    return one.keys() == other.keys() and all(
+        value is other[name] or torch.equal(value, other[name]) for name, value in one.items()
+    )
 
 
 def float64_device(device: torch.device) -> torch.device:

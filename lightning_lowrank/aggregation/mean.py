@@ -15,6 +15,7 @@ from lightning_lowrank.aggregation.aggregator import (
     Aggregator,
     Peers,
     check_names,
+    equal_tensors,
     float64_device,
     home_of,
     to_float64,
@@ -120,7 +121,7 @@ class WeightedMean(Aggregator):
             return
         check_names(change, self._sums)
         changes = self._changes
-        if changes is None or changes.arrivals == _CHANGES_AT_ONCE or not _equal(changes.origin, origin):
+        if changes is None or changes.arrivals == _CHANGES_AT_ONCE or not equal_tensors(changes.origin, origin):
             self._add_changes()
             changes = self._changes = _Changes(origin, {name: _zeros(change[name]) for name in origin})
         # The origin that was loaded with the sums of a resumed round is a copy.
@@ -255,12 +256,6 @@ def _at_least(dtype: torch.dtype, least: torch.dtype | None) -> torch.dtype:
 
 def _zeros(change: Tensor) -> Tensor:
     return torch.zeros_like(change, dtype=torch.promote_types(change.dtype, torch.float32))
-
-
-def _equal(known: Mapping[str, Tensor], values: Mapping[str, Tensor]) -> bool:
-    return known.keys() == values.keys() and all(
-        value is known[name] or torch.equal(value, known[name].to(value)) for name, value in values.items()
-    )
 
 
 def _adds_exactly(value: Tensor) -> bool:

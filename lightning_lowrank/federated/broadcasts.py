@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 
-import torch
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import Tensor
 
+from lightning_lowrank.aggregation.aggregator import equal_tensors
 from lightning_lowrank.compression import Packet
 from lightning_lowrank.federated.algorithm import Algorithm, detached
 from lightning_lowrank.federated.messages import Message
@@ -99,10 +99,7 @@ class Broadcasts:
         if not self._wire.shares_copy:
             return self._encoded(message, client)
         first = self.message(self.any_client)
-        if message.tensors.keys() != first.tensors.keys() or any(
-            value is not first.tensors[name] and not torch.equal(value, first.tensors[name])
-            for name, value in message.tensors.items()
-        ):
+        if not equal_tensors(message.tensors, first.tensors):
             raise MisconfigurationException(
                 f"{type(self._algorithm).__name__} sends clients different values, and a downlink with error feedback"
                 " needs one broadcast for all: leave out error_feedback."

@@ -176,11 +176,11 @@ def check_folders(trainer: Any) -> None:
     Raises:
         MisconfigurationException: If a folder can't be made, or no file can be written in it.
     """
-    folders = {str(each.save_dir) for each in trainer.loggers if each.save_dir}
-    for callback in trainer.checkpoint_callbacks:
-        folder = getattr(callback, "dirpath", None)
-        folders |= {str(folder)} if folder else set() if folders else {str(trainer.default_root_dir)}
-    for folder in filter(_is_local, sorted(folders)):
+    folders = _folders(trainer, lambda logger: logger.save_dir)
+    logs = any(logger.save_dir for logger in trainer.loggers)
+    if not logs and any(not getattr(each, "dirpath", None) for each in trainer.checkpoint_callbacks):
+        folders.append(str(trainer.default_root_dir))
+    for folder in filter(_is_local, folders):
         try:
             Path(folder).mkdir(parents=True, exist_ok=True)
             with tempfile.TemporaryFile(dir=folder):
@@ -213,9 +213,7 @@ def name_full_disk(error: BaseException, trainer: Any) -> None:
     # A checkpoint's error names its file.
     if found is None or isinstance(error, MisconfigurationException):
         return
-    loggers = {str(folder) for each in trainer.loggers if (folder := each.log_dir or each.save_dir)}
-    checkpoints = {str(each.dirpath) for each in trainer.checkpoint_callbacks if getattr(each, "dirpath", None)}
-    folders = sorted(loggers | checkpoints) or [str(trainer.default_root_dir)]
+    folders = _folders(trainer, lambda logger: logger.log_dir or logger.save_dir) or [str(trainer.default_root_dir)]
     full = [folder for folder in folders if _full(_existing(Path(folder)))] or folders
     found.strerror = (
         f"{os.strerror(found.errno or errno.ENOSPC)}: the run writes into {join_names(full)}. Free space there,"
@@ -226,6 +224,13 @@ def name_full_disk(error: BaseException, trainer: Any) -> None:
         error.args = (str(found),)
     for logger in trainer.loggers:
         _finalize_without_space(logger)
+
+
+def _folders(trainer: Any, of_logger: Callable[[Any], Any]) -> list[str]:
+    """The folders that loggers and checkpoints have of their own, in alphabetical order."""
+    loggers = {str(folder) for each in trainer.loggers if (folder := of_logger(each))}
+    checkpoints = {str(each.dirpath) for each in trainer.checkpoint_callbacks if getattr(each, "dirpath", None)}
+    return sorted(loggers | checkpoints)
 
 
 def _existing(folder: Path) -> Path:

@@ -25,6 +25,7 @@ from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import Tensor
 
+from lightning_lowrank.aggregation.aggregator import equal_tensors
 from lightning_lowrank.arguments import first_ten
 from lightning_lowrank.compression import DecodingError, Packet
 from lightning_lowrank.configuration import check_choice
@@ -57,7 +58,6 @@ from lightning_lowrank.flower.recipe import check_optimizers
 from lightning_lowrank.flower.secure import (
     SecureRequest,
     check_secure,
-    equal_tensors,
     secure_mean,
     with_changes,
 )

@@ -206,13 +206,6 @@ def with_changes(changes: Mapping[str, Tensor], reference: Mapping[str, Tensor],
     return tensors
 
 
-def equal_tensors(one: Mapping[str, Tensor], other: Mapping[str, Tensor]) -> bool:
-    """Whether two collections of tensors are equal."""
-    return one.keys() == other.keys() and all(
-        value is other[name] or torch.equal(value, other[name]) for name, value in one.items()
-    )
-
-
 def _instructions(request: SecureRequest) -> tuple[list[bytes], dict[str, Any]]:
     numbers = sorted(request.payloads)
     fields = {**request.fields, "weight": request.weight, _NUMBERS: ",".join(map(str, numbers))}

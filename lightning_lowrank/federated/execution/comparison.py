@@ -144,15 +144,15 @@ class _Comparison:
     def _differs(self, found: StepResults, parts: Sequence[_Part], client: tuple[int, int], seed: int) -> str:
         part, place = client
         places, batch = parts[part]
-        own = batch_of(batch, place)
-        with self._draws.replayed(part, place if len(places.numbers) > 1 else None) as are_same:
+        own, row = batch_of(batch, place), place if len(places.numbers) > 1 else None
+        with self._draws.replayed(part, row) as are_same:
             expected = self._alone(own, seed)
         way = "for the client alone"
         # A comparison is meaningful only with the same random draws.
         if not are_same() or not first_difference(found, expected, self._tolerance, way):
             return ""
         # The gradients of some deep networks are mostly rounding, in both ways.
-        with self._draws.replayed(part, place if len(places.numbers) > 1 else None):
+        with self._draws.replayed(part, row):
             rounded = self._alone(own, seed, self._rounding)
         return first_difference(found, expected, self._tolerance, way, rounded)
 
