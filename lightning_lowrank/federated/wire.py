@@ -81,7 +81,7 @@ class SplitPacket(Packet):
 
 
 def _coarse(codecs: Sequence[Codec]) -> list[str]:
-    """The names of the codecs that suit changes alone, because they leave out numbers, directions or magnitudes."""
+    """The names of the codecs that suit only changes, because they leave out numbers, directions or magnitudes."""
     return [type(codec).__name__ for codec in codecs if codec.sparse or codec.one_magnitude]
 
 
@@ -119,6 +119,7 @@ class Wire:
             raise MisconfigurationException(f"uplink={uplink!r}, downlink={downlink!r}: {error}") from error
         name = type(algorithm).__name__
         self._coarse = _coarse(uplink)
+        self._coarse_down: list[str] = []
         if OwnCodec.of(algorithm).encodes_values:
             self._refuse_coarse("sends the values of selected coordinates")
         if not downlink:
@@ -133,7 +134,7 @@ class Wire:
             raise MisconfigurationException(
                 f"downlink={downlink!r}: {name} compresses its broadcasts itself: leave out downlink."
             )
-        coarse = _coarse(downlink)
+        coarse = self._coarse_down = _coarse(downlink)
         if coarse and not self.downlink.error_feedback:
             zero = any(codec.sparse for codec in downlink)
             raise MisconfigurationException(
@@ -200,6 +201,7 @@ class Wire:
     def _down(self, base: Base, message: Message, client: ClientInfo) -> Packet:
         if not self.downlink.codecs:
             return self._send(self.downlink, message, seed=0)
+        self._check_known(base, message)
         # One encoding for all clients if they share a copy.
         seed = derive_seed(client.seed, "downlink", client.round, *(() if self.shares_copy else (client.id,)))
         return self._send(
@@ -210,6 +212,20 @@ class Wire:
             seed=seed,
             memory=base.state.get(_MEMORY),
         )
+
+    def _check_known(self, base: Base, message: Message) -> None:
+        """Refuse tensors that are not zero and not in the clients' copy, if the downlink suits changes alone."""
+        if not self._coarse_down:
+            return
+        unknown = message.tensors.keys() - base.state[_COPY].keys() - self._exact(base)
+        for name in sorted(unknown):
+            value = message.tensors[name]
+            if value.is_floating_point() and value.any():
+                raise MisconfigurationException(
+                    f"{type(self._algorithm).__name__} broadcasts {name!r}, of which clients have no copy, and"
+                    f" downlink={list(self.downlink.codecs)!r}: {self._coarse_down[0]} suits only changes."
+                    " Use Half() or Quantize() alone."
+                )
 
     def _send(self, channel: Channel, message: Message, **arguments: Any) -> Packet:
         with self._going_through(channel):

@@ -33,6 +33,7 @@ from lightning_lowrank import (
     RoLoRA,
     Sign,
     SumProduct,
+    TDPFed,
     TopK,
 )
 from lightning_lowrank.compression import Chain, Channel, Dense, Split
@@ -401,6 +402,7 @@ class Unequal(FedAvg):
         (FedMUD, {"downlink": [Half(error_feedback=True)]}, "FedMUD .*error_feedback"),
         (FedMUD, {"downlink": [TopK(0.1)]}, "TopK"),
         (FedAvg, {"downlink": [LowRankCodec(2)]}, "LowRankCodec would set the numbers"),
+        (TDPFed, {"downlink": [TopK(0.1, error_feedback=True)]}, r"TDPFed .*net\.0\.weight\.U.*TopK"),
         (FedAvg, {"downlink": [Sign()]}, "Sign .*one magnitude.*error_feedback=True"),
         (FedAvg, {"downlink": [Chain([Half(), Sign()])]}, "Chain .*one magnitude"),
         (FedAvg, {"downlink": [Split(["net.0.bias"], Half(), Sign())]}, "Split .*one magnitude"),
