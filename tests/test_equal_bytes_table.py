@@ -136,6 +136,21 @@ def test_commands(table, runs, tmp_path, capsys):
     ]
 
 
+def test_a_convolutional_network_is_evaluated_in_some_rounds(table):
+    trial = table.Trial("cnn4", "top-k", 0.1, 0, False)
+    assert "--trainer.check_val_every_n_epoch" not in trial.words(79)
+    assert trial.words(120)[-4:] == ["--trainer.check_val_every_n_epoch", "3", "--trainer.max_epochs", "120"]
+
+
+def test_seeds_that_diverged_and_that_were_not_run(table):
+    assert table._spread([0.5, 0.7], 2) == "60.0 ± 14.1"
+    assert table._spread([0.5, None], 2) == "50.0 (1 of 2 diverged)"
+    assert table._spread([0.5, 0.7, None], 4) == "60.0 (1 of 4 diverged, 1 of 4 not run)"
+    assert table._spread([0.5], 3) == "50.0 (2 of 3 not run)"
+    assert table._spread([None], 1) == "(1 of 1 diverged)"
+    assert table._spread([], 3) == ""
+
+
 def test_a_curve_keeps_its_ends_and_its_last_point(table):
     curve = [[number, 0.5, 0.0] for number in range(1, 1001)]
     thin = table.thinned(curve)

@@ -76,6 +76,9 @@ FIRST_RATES = RATES[4:9]
 BUDGETS = (8, 32, 128)
 TARGETS = (0.75, 0.8)
 SEARCH_SEED = 100
+_CONVOLUTIONS = ("cnn4",)
+"""Settings whose evaluation takes as long as a round: it is made ``_LOOKS`` times or up to twice as often."""
+_LOOKS = 40
 _LAST_PART = 0.8
 _POINTS = 60
 
@@ -99,13 +102,15 @@ class Trial:
         """The name of its entry in ``RESULTS.json``."""
         return f"{self.setting} | {self.method} | {self.rate:g} | {self.seed}{' | held out' if self.searches else ''}"
 
-    @property
-    def words(self) -> list[str]:
-        """The words of its command line, without the number of rounds."""
+    def words(self, rounds: int) -> list[str]:
+        """The words of its command line for so many rounds."""
         overlays = ("fmnist", *SETTINGS[self.setting], *METHODS[self.method])
         words = ["fit", *(word for name in overlays for word in ("--config", f"{HERE / name}.yaml"))]
         words += ["--seed_everything", str(self.seed), "--model.init_args.optimizer.init_args.lr", f"{self.rate:g}"]
-        return [*words, *(["--data.init_args.validation", "0.1"] if self.searches else [])]
+        words += ["--data.init_args.validation", "0.1"] if self.searches else []
+        every = max(1, rounds // _LOOKS) if self.setting in _CONVOLUTIONS else 1
+        words += ["--trainer.check_val_every_n_epoch", str(every)] if every > 1 else []
+        return [*words, "--trainer.max_epochs", str(rounds)]
 
 
 def bytes_of_a_round(setting: str, method: str, root: str) -> list[float]:
@@ -143,8 +148,9 @@ def _fitted(trial: Trial, root: str, rounds: int, further: Sequence[str]) -> Any
 
     torch.set_num_threads(1)
     logging.disable(logging.WARNING)
-    words = [*trial.words, *further, "--trainer.max_epochs", str(rounds), "--data.init_args.root", root]
-    words += ["--quiet", "--federated.execution", "vectorized", "--trainer.logger.init_args.name", "run"]
+    execution = "auto" if trial.setting in _CONVOLUTIONS else "vectorized"
+    words = [*trial.words(rounds), *further, "--data.init_args.root", root]
+    words += ["--quiet", "--federated.execution", execution, "--trainer.logger.init_args.name", "run"]
     with tempfile.TemporaryDirectory() as folder, warnings.catch_warnings():
         warnings.simplefilter("ignore")
         words += ["--trainer.logger.init_args.save_dir", folder]
@@ -244,15 +250,14 @@ class Table:
         found = self.content["runs"].get(trial.name, {}).get("accuracy", {}).get(str(share))
         return None if found is None else float(found)
 
+    def ran(self, trial: Trial, share: int) -> bool:
+        """Whether a run was made that is long enough for a budget."""
+        return str(share) in self.content["runs"].get(trial.name, {"accuracy": ()})["accuracy"]
+
     def searched(self, method: str, share: int) -> dict[float, float | None]:
         """The accuracy on held-out images of each rate that was tried within a budget; ``None`` if it diverged."""
         trials = {rate: _search(method, rate) for rate in RATES if self.rounds(next(iter(SETTINGS)), method, share)}
-        runs = self.content["runs"]
-        return {
-            rate: self.accuracy(trial, share)
-            for rate, trial in trials.items()
-            if str(share) in runs.get(trial.name, {"accuracy": ()})["accuracy"]
-        }
+        return {rate: self.accuracy(trial, share) for rate, trial in trials.items() if self.ran(trial, share)}
 
     def next_rates(self, method: str, share: int) -> list[float]:
         """The rates to try next at a budget; empty if the best one was tried with both beside it."""
@@ -396,8 +401,8 @@ def _accuracies(table: Table, setting: str, options: argparse.Namespace) -> Iter
             rate = table.rate(method, share)
             seeds = () if rate is None else options.seeds
             trials = [Trial(setting, method, rate or 0.0, seed, False) for seed in seeds]
-            values = [table.accuracy(trial, share) for trial in trials]
-            cells += [_spread(values), "" if rate is None else f"{rate:g}"]
+            values = [table.accuracy(trial, share) for trial in trials if table.ran(trial, share)]
+            cells += [_spread(values, len(trials)), "" if rate is None else f"{rate:g}"]
             if share == shares[len(shares) // 2]:
                 order = mean(value or 0.0 for value in values) if values else 0.0
         for target in TARGETS:
@@ -414,13 +419,15 @@ def _accuracies(table: Table, setting: str, options: argparse.Namespace) -> Iter
     yield ""
 
 
-def _spread(values: Sequence[float | None]) -> str:
+def _spread(values: Sequence[float | None], seeds: int) -> str:
+    """The mean and deviation of the seeds that were run; how many of all diverged or were not run."""
     found = [100 * value for value in values if value is not None]
-    if not found:
-        return ""
-    if len(found) < len(values):
-        return f"{mean(found):.1f} ({len(values) - len(found)} of {len(values)} lacking)"
-    return f"{mean(found):.1f}" + (f" ± {stdev(found):.1f}" if len(found) > 1 else "")
+    spread = f"{mean(found):.1f}" if found else ""
+    if len(found) == len(values) > 1:
+        spread += f" ± {stdev(found):.1f}"
+    counts = {"diverged": len(values) - len(found), "not run": seeds - len(values) if values else 0}
+    said = ", ".join(f"{count} of {seeds} {what}" for what, count in counts.items() if count)
+    return f"{spread} ({said})".strip() if said else spread
 
 
 def _first_at(table: Table, setting: str, method: str, target: float, options: argparse.Namespace) -> list[str]:
@@ -488,7 +495,7 @@ Fashion-MNIST, 20,000 training images, 20 clients, 10 in a round, 10 local steps
 its momentum in a subspace). Test accuracy in percent, mean and deviation over seeds, by bytes up and down; the rate at
 each budget is chosen on held-out images from one grid for all methods. `idle` is what a broadcast to clients that do
 not take part adds. Seconds are simulated, at 10 Mbit/s each way and 1e9 multiply-adds a second. An empty cell: not
-measured, not reached, or no round ends within the budget; `lacking`: runs that diverged. R/8 was measured of seven
+measured, not reached, or no round ends within the budget. R/8 was measured of seven
 methods on Dirichlet(0.3) alone. Torch was 2.14 for IID, R/8 and R/128 of Dirichlet(0.3) and a third of its R/32, and
 2.11 on another machine for all other runs.
 
@@ -519,7 +526,7 @@ def main(words: Sequence[str] | None = None) -> int:
     if options.commands:
         for trial, share in final_trials(table, options):
             rounds = table.rounds(trial.setting, trial.method, share)
-            print("lightning-lowrank", *trial.words, "--trainer.max_epochs", rounds)
+            print("lightning-lowrank", *trial.words(rounds))
         return 0
     if not options.page:
         Runs(table, options).make()
