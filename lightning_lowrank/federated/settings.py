@@ -163,8 +163,8 @@ class FederatedSettings(Configured):
             which and why; a resumed run keeps the choice. The trial puts back all that module, optimizers and dataset
             hold. What keeps clients from stepping together, in the trial or later, is no error: their steps are made
             one after another. If the module has convolutions, a third way is tried: one after another, with the
-            channels of images last in memory (`torch.channels_last`). A later step that cannot do with that is an error
-            which says what would do.
+            channels of images last in memory (`torch.channels_last`), for validation too. A later step that cannot do
+            with that is an error which says what would do.
         chunk_size: Largest number of clients that step together. ``None``: as many as a quarter of the free memory
             holds, by the memory of a step on the first round's batches, and half as many if that step needs more. The
             result does not depend on it, to rounding.

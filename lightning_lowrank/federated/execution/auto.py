@@ -180,7 +180,8 @@ def _fastest(
         compiles: Whether steps of clients together may be compiled.
 
     Returns:
-        The execution's name, whether images are in channels-last format, and a sentence on the choice.
+        The execution's name, whether images of single clients and of validation are in channels-last format, and a
+        sentence on the choice.
     """
     module, loader = trainer.lightning_module, data.loader
     tried = functools.partial(_tried, data, size)
@@ -201,9 +202,10 @@ def _fastest(
     name, way = Sequential.name, "clients train one after another"
     channels_last = _prefers_channels_last(alone, last)
     if together is not None and together < _best_alone(alone, last):
-        name, way, channels_last = Vectorized.name, "clients step together", False
+        name, way = Vectorized.name, "clients step together"
+        way += ", and validation has the channels of images last in memory" if channels_last else ""
     elif channels_last:
-        way += ", with the channels of their images last in memory"
+        way += ", with the channels of images last in memory"
     times = {"alone": alone, "alone with channels last": last, "together": together}
     texts = [f"{1000 * value:.3g} ms {how}" for how, value in times.items() if value is not None]
     grounds = [way, *([reason] if reason else [])]

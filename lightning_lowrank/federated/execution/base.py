@@ -59,7 +59,7 @@ class Execution(OfTheRun, ABC):
     logbook: Logbook | None = None
     """The collector for logged values of clients that step together, if any."""
     channels_last: bool = False
-    """Whether training steps see images with their channels last in memory, which checkpoints keep."""
+    """Whether steps of single clients, and of validation, see images with their channels last in memory."""
 
     def __init__(self, trainer: Any, exchange: Exchange) -> None:
         self.trainer = trainer

@@ -29,6 +29,7 @@ class ChannelsLast:
     """
 
     def __init__(self, module: nn.Module) -> None:
+        self._module = module
         parts = list(module.modules())
         self._formats = {
             dimensions: memory_format
@@ -59,22 +60,34 @@ class ChannelsLast:
         # channels-first.
         return tensor.to(memory_format=memory_format)
 
-    def step(self, training_step: Callable[..., Any]) -> Callable[..., Any]:
-        """A training step that runs ``training_step`` on batches in channels-last format."""
+    def step(self, step: Callable[..., Any]) -> Callable[..., Any]:
+        """A step that runs ``step`` on batches in channels-last format."""
 
         def with_channels_last(batch: Any, *arguments: Any, **keywords: Any) -> Any:
-            return training_step(self.batch(batch), *arguments, **keywords)
+            return step(self.batch(batch), *arguments, **keywords)
 
         return with_channels_last
 
+    def explained_step(self, step: Callable[..., Any], name: str) -> Callable[..., Any]:
+        """Like `step`, with a clearer error if the memory format may have caused one.
 
-def explained(error: RuntimeError, module: nn.Module) -> Exception:
-    """A clearer error if the memory format may have caused ``error``, else ``error`` itself."""
-    if _FAILED_VIEW not in str(error):
-        return error
-    return MisconfigurationException(
-        f"{type(module).__name__}.training_step() calls view() on a tensor whose values are in another order in memory:"
-        " execution='auto' converts images to torch.channels_last, because its trial steps were faster with that. Use"
-        " reshape() in place of view(), or execution='sequential', which leaves batches as they"
-        f" are. torch says: {str(error).strip()}"
-    )
+        Args:
+            step: The step.
+            name: The name of the module's hook that it runs.
+        """
+        changed = self.step(step)
+
+        def with_explanation(*arguments: Any, **keywords: Any) -> Any:
+            try:
+                return changed(*arguments, **keywords)
+            except RuntimeError as error:
+                if _FAILED_VIEW not in str(error):
+                    raise
+                raise MisconfigurationException(
+                    f"{type(self._module).__name__}.{name}() calls view() on a tensor whose values are in another order"
+                    " in memory: execution='auto' converts images to torch.channels_last, because its trial steps were"
+                    " faster with that. Use reshape() in place of view(), or execution='sequential', which leaves"
+                    f" batches as they are. torch says: {str(error).strip()}"
+                ) from error
+
+        return with_explanation

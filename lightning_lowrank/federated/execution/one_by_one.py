@@ -14,7 +14,7 @@ from lightning_lowrank.federated.algorithm import LocalStep
 from lightning_lowrank.federated.checks import check_factor_gradients
 from lightning_lowrank.federated.data.planner import Chunk
 from lightning_lowrank.federated.execution.base import Execution
-from lightning_lowrank.federated.execution.channels_last import ChannelsLast, explained
+from lightning_lowrank.federated.execution.channels_last import ChannelsLast
 from lightning_lowrank.federated.failures import errors_of
 from lightning_lowrank.federated.protocols import UnequalClients
 from lightning_lowrank.federated.state import ClientContext
@@ -39,19 +39,11 @@ class Sequential(Execution):
         return with_objective
 
     def _with_channels_last(self, step: Callable[..., Any]) -> Callable[..., Any]:
-        changed = ChannelsLast(self.module).step(step)
+        changed = ChannelsLast(self.module).explained_step(step, "training_step")
 
         def with_channels_last(*arguments: Any, **keywords: Any) -> Any:
-            if self.substituted:
-                # Inside DifferentialPrivacy's map, the batches are single samples without a batch dimension.
-                return step(*arguments, **keywords)
-            try:
-                return changed(*arguments, **keywords)
-            except RuntimeError as error:
-                explanation = explained(error, self.module)
-                if explanation is error:
-                    raise
-                raise explanation from error
+            # Inside DifferentialPrivacy's map, the batches are single samples without a batch dimension.
+            return (step if self.substituted else changed)(*arguments, **keywords)
 
         return with_channels_last
 

@@ -25,7 +25,7 @@ from torch import nn
 from torch.utils.data import DataLoader, Dataset, TensorDataset, get_worker_info
 from torchmetrics import MeanMetric
 
-from lightning_lowrank import ClientPrivacy, DifferentialPrivacy, FedAvg, FederatedLoop, FromIndices
+from lightning_lowrank import ClientPrivacy, DifferentialPrivacy, FedAvg, FederatedLoop, FedPer, FromIndices
 from lightning_lowrank.federated import rounds
 from lightning_lowrank.federated.data.planner import RoundPlanner
 from lightning_lowrank.federated.execution import auto, memory, stack
@@ -520,7 +520,7 @@ def test_a_trial_has_batches_in_the_precision_of_the_fit(tmp_path, capsys, preci
     ("last", "together", "name", "channels_last"),
     [
         (2.0, 3.0, "sequential", True),
-        (2.0, 1.0, "vectorized", False),
+        (2.0, 1.0, "vectorized", True),
         (3.9, 3.9, "vectorized", False),
         (3.9, 5.0, "sequential", False),
         (4.0, 4.0, "sequential", False),
@@ -532,7 +532,7 @@ def test_the_fastest_of_three_is_chosen(tmp_path, capsys, monkeypatch, last, tog
     _, loop, _ = run(tmp_path, "auto", **PICTURES, trainer={"max_epochs": 0})
     assert (loop.rounds.execution.name, loop.rounds.execution.channels_last) == (name, channels_last)
     printed = capsys.readouterr().out
-    assert ("their images last in memory" in printed, "step together" in printed) == (
+    assert ("of images last in memory" in printed, "step together" in printed) == (
         channels_last,
         name == "vectorized",
     )
@@ -541,19 +541,29 @@ def test_the_fastest_of_three_is_chosen(tmp_path, capsys, monkeypatch, last, tog
 
 
 @pytest.mark.slow
-def test_channels_last_give_the_sequential_result_and_only_steps_see_them(tmp_path, monkeypatch):
-    timed_as(monkeypatch, 2.0)
+@pytest.mark.parametrize("together", [9.0, 1.0])
+def test_channels_last_give_the_sequential_result_in_steps_and_evaluations(tmp_path, monkeypatch, together):
+    timed_as(monkeypatch, 2.0, together)
     ends = []
     for execution in ("sequential", "auto"):
-        loop = FederatedLoop(FedAvg(), partition=PICTURES["partition"], execution=execution, summary=False)
+        settings = {"partition": PICTURES["partition"], "personal_test": 0.2, "execution": execution}
+        loop = FederatedLoop(FedPer(["net.0.*"]), summary=False, **settings)
         module = Convolving().double()
         fitted = trainer(tmp_path, loop, max_epochs=2)
         fit(fitted, module, Pictures())
-        assert set(FORMATS) == {(False, False, False), (True, *[execution == "auto"] * 2)}
+        last = execution == "auto"
+        assert loop.rounds.execution.stacked == (last and together < 2)
+        steps = set() if loop.rounds.execution.stacked else {(True, last, last)}
+        assert {form for form in FORMATS if not form[0]} == {(False, last, last)}
+        assert steps <= set(FORMATS)
         assert "training_step" not in vars(module)
-        ends.append((weights(module), fitted.callback_metrics["val_loss"]))
+        assert not {"training_step", "validation_step"} & vars(fitted.strategy).keys()
+        FORMATS.clear()
+        fitted.validate(module, Pictures(), verbose=False)
+        assert set(FORMATS) == {(False, False, False)}
+        ends.append((weights(module), dict(fitted.callback_metrics)))
     assert_close(ends[0][0], ends[1][0])
-    torch.testing.assert_close(ends[0][1], ends[1][1])
+    assert_close(ends[0][1], ends[1][1])
 
 
 def test_they_are_tried_where_clients_cannot_step_together(tmp_path, capsys, monkeypatch):
@@ -629,6 +639,14 @@ def test_a_later_step_that_takes_views_says_what_would_do(tmp_path, monkeypatch)
     class Failing(Convolving):
         def loss(self, batch):
             return super().loss(batch) + batch[0][:, 0].view(7, 7).sum()
+
+    class Evaluating(Convolving):
+        def validation_step(self, batch, batch_idx):
+            self.log("val_loss", self.net(batch[0]).view(len(batch[0]), -1).mean())
+
+    loop = FederatedLoop(FedAvg(), partition=PICTURES["partition"], execution="auto", summary=False)
+    with pytest.raises(MisconfigurationException, match=r"Evaluating\.validation_step\(\).*view\(\).*sequential"):
+        fit(trainer(tmp_path, loop, max_epochs=1), Evaluating().double(), Pictures())
 
     # Of a client whose step fails anyhow, only its own error is told.
     with pytest.raises(RuntimeError, match=r"'\[7, 7\]'"):
