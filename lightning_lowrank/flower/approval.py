@@ -21,6 +21,7 @@ from lightning_lowrank.configuration import misconfigured
 from lightning_lowrank.files import private_files, private_folder, replacing, without_link
 
 _LARGEST = 2**20
+_DEEPEST = 50
 _SHOWN_LINES = 12
 _LONGEST_LINE = 160
 _COMPARED_LINES = 2000
@@ -62,7 +63,7 @@ def read_plain(data: bytes, what: str) -> dict[str, Any]:
 
     Raises:
         MisconfigurationException: If they are no YAML of text in UTF-8, have a tag, an anchor, an alias or a key twice,
-            are no mapping, or are longer than 1 MiB.
+            are no mapping, are nested more than 50 levels deep, or are longer than 1 MiB.
 
     Example:
         >>> read_plain(b"a: {b: [1, 2.5, text]}", "the recipe")
@@ -71,8 +72,12 @@ def read_plain(data: bytes, what: str) -> dict[str, Any]:
     try:
         if len(data) > _LARGEST:
             raise ValueError(f"it has {len(data):,} bytes, and at most {_LARGEST:,} are read")
-        text = data.decode()
+        text, depth = data.decode(), 0
         for event in yaml.parse(text, yaml.SafeLoader):
+            depth += isinstance(event, yaml.CollectionStartEvent) - isinstance(event, yaml.CollectionEndEvent)
+            if depth > _DEEPEST:
+                # Half an hour would pass before the parser has read a megabyte of brackets.
+                raise ValueError(f"it is nested more than {_DEEPEST} levels deep")
             found = [getattr(event, name, None) for name in ("anchor", "tag")]
             if isinstance(event, yaml.AliasEvent) or any(found):
                 raise ValueError(f"it has the tag, anchor or alias {next(filter(None, found))!r}")

@@ -146,7 +146,8 @@ def test_the_sites_copy_is_what_runs(tmp_path):
         "[1]",
         "text",
         "a: [",
-        "[" * 5000,
+        "[" * 2**20,
+        "- " * 2**19,
         "a: !t 1",
     ],
 )
