@@ -276,8 +276,10 @@ class DifferentialPrivacy(NeedsPoissonBatches, Configured, Callback):
         self.teardown(trainer, pl_module, "fit")
 
     def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
-        """Restore the trainer's training loader."""
+        """Restore the trainer's training loader, and stop the workers of its own."""
         self._end_steps()
+        if self._loader is not None:
+            self._loader.release()
         self._restore.close()
 
     # Steps

@@ -262,6 +262,10 @@ class ClientEvaluation:
     def _batch_of(self, client: int, number: int) -> np.ndarray:
         return self._indices[client][number * self._batch_size : (number + 1) * self._batch_size]
 
+    def release(self) -> None:
+        """Stop persistent workers, as does `BatchReader.release`."""
+        self._reader.release()
+
     def _read(self, counts: Mapping[int, int]) -> Iterator[Any]:
         """Read all clients' batches, client after client."""
         self._requests.clear()
@@ -422,6 +426,11 @@ class FurtherModels:
         if logged:
             log_figures(trainer, logged)
         exchange.states.offload()
+
+    def release(self) -> None:
+        """Stop the persistent workers of all evaluations."""
+        for _, evaluation in self._evaluations.values():
+            evaluation.release()
 
     def _judge_clients(
         self, trainer: Any, module: pl.LightningModule, stage: Literal["validate", "test"], loader: Any

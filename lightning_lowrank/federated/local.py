@@ -71,6 +71,7 @@ class LocalTraining(OfTheRun):
     def start(self) -> Callable[[], None]:
         """Install the logbook, and the loop's part in Lightning's steps; return a function that removes both."""
         ends = ExitStack()
+        ends.callback(self._release)
         ends.enter_context(self.logbook.installed())
         strategy, module = self._trainer.strategy, self._module
         own = strategy.training_step
@@ -196,6 +197,10 @@ class LocalTraining(OfTheRun):
     def forget_batches(self) -> None:
         """Start again at the open chunk's first batch, because the chunk has changed."""
         self._batches = None
+
+    def _release(self) -> None:
+        self._batches = None
+        self._data.release()
 
     def _next_batch(self) -> Any:
         if self._batches is None:

@@ -255,6 +255,7 @@ class FederatedLoop(FederatedSettings, Callback):
         check_namespace(trainer, pl_module)
         self._restore.close()
         self._restore.enter_context(whole_checkpoints(trainer))
+        self._restore.callback(self._release)
         keep_base_changes(pl_module)
         if stage != "fit":
             if self.personal_test is not None and self._rounds is None and stage != "predict":
@@ -331,6 +332,11 @@ class FederatedLoop(FederatedSettings, Callback):
             return loader
 
         apply_to_collection(trainer.val_dataloaders, DataLoader, begin)
+
+    def _release(self) -> None:
+        """Stop the workers that read the clients' own test samples."""
+        if self._rounds is not None:
+            self._rounds.further.release()
 
     def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         """Restore the trainer."""

@@ -220,11 +220,9 @@ class BatchReader:
         self._device_data = device_data
         self._training = training
         self._on_device: bool | None = None
-        # Without workers and pinned memory, torch's loader would only add overhead per batch.
         self._loader: DataLoader | None = None
-        if loader.num_workers or loader.pin_memory:
-            asked = _EachTime(requests)
-            self._loader = loader_like(loader, self.batches, batch_sampler=asked, collate_fn=_unchanged)
+        # Without workers and pinned memory, torch's loader would only add overhead per batch.
+        self._like = loader if loader.num_workers or loader.pin_memory else None
 
     def read(self) -> Iterator[Any]:
         """An iterator over the batches that ``requests`` lists now.
@@ -238,13 +236,23 @@ class BatchReader:
             self._on_device = data.keeps(source, self.batches.dataset if self._training else None)
         if data is not None and source is not None and self._on_device:
             return self.batches.gathered(self._requests(), data)
-        if self._loader is not None:
+        if self._like is not None:
+            if self._loader is None:
+                asked = _EachTime(self._requests)
+                self._loader = loader_like(self._like, self.batches, batch_sampler=asked, collate_fn=_unchanged)
             found: Iterator[Any] = iter(self._loader)
         elif source is not None:
             found = self.batches.gathered(self._requests())
         else:
             found = map(self.batches.__getitems__, self._requests())
         return found if data is None else data.pinned(found)
+
+    def release(self) -> None:
+        """Stop persistent workers. `read` starts new ones.
+
+        The garbage collector would wait five seconds for each worker, if the reader is in a cycle of references.
+        """
+        self._loader = None
 
 
 class _EachTime:

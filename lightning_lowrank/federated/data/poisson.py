@@ -82,6 +82,10 @@ class PoissonLoader:
         """Restore the process's random number generators, which steps had seeded."""
         self._randomness.release()
 
+    def release(self) -> None:
+        """Stop persistent workers, as does `BatchReader.release`."""
+        self._reader.release()
+
     def state_dict(self) -> dict[str, Any]:
         """An empty state, which marks the loader as resumable; Lightning's loop saves the position."""
         return {}

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import traceback
 from collections.abc import Callable, Iterator
 from itertools import islice
 from typing import Any, cast
@@ -90,14 +91,21 @@ class RoundLoader:
                 reading.append(self._reader.read())
             try:
                 batch = next(reading[0])
-            except Exception:
+            except Exception as error:
                 reading.clear()
+                if self._loader.num_workers:
+                    # torch's frames and the error refer to each other, and would keep the iterator and its workers.
+                    traceback.clear_frames(error.__traceback__)
                 raise
             self._randomness.seed(seed)
             return batch
 
         # A map rather than a generator, which would end after an error in the dataset.
         return map(read, self._seeds())
+
+    def release(self) -> None:
+        """Stop persistent workers, as does `BatchReader.release`."""
+        self._reader.release()
 
     def _seeds(self) -> Iterator[int]:
         """Iterate over the seeds of the round's remaining steps."""

@@ -114,6 +114,11 @@ class RoundData:
             self.stacked, self.chunk_size = stacked, chunk_size
             self._loader, self.plan = None, None
 
+    def release(self) -> None:
+        """Stop persistent workers, as does `BatchReader.release`."""
+        if self._loader is not None:
+            self._loader.release()
+
     @property
     def loader(self) -> RoundLoader:
         """The round's loader; divides the training set at the first call."""

@@ -1,16 +1,20 @@
 """Batches are those of their samples and seeds, read one by one, together, and through workers."""
 
+import multiprocessing
+import traceback
+from contextlib import nullcontext
 from typing import Any
 
 import lightning.pytorch as pl
 import numpy as np
 import pytest
 import torch
+from lightning.pytorch.callbacks import LambdaCallback
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils.data import DataLoader, Dataset, Subset, TensorDataset, default_collate
 
-from lightning_lowrank import FedAvg, FederatedLoop, FromIndices
+from lightning_lowrank import DifferentialPrivacy, FedAvg, FederatedLoop, FromIndices
 from lightning_lowrank.data.images import TensorImages, collate_images
 from lightning_lowrank.federated.data.batches import BatchReader, Request, Requests, SeededBatches, batch_of
 from lightning_lowrank.federated.randomness import seed_process
@@ -156,8 +160,11 @@ def test_a_batch_that_cannot_be_read_fails_in_its_place(crossing):
     found = BatchReader(loader, lambda: requests).read()
     for start in range(0, 48, 8):
         assert torch.equal(next(found), torch.arange(start, start + 8))
-    with pytest.raises(OSError, match="no such sample"):
+    with pytest.raises(OSError, match="no such sample") as caught:
         next(found)
+    # The worker ends at once if nothing refers to the iterator; a later test would wait for it.
+    traceback.clear_frames(caught.tb)
+    del found, caught
 
 
 def test_rows_of_tensors_are_gathered_through_subsets_as_the_dataset_gives_them():
@@ -194,3 +201,49 @@ def test_indices_of_a_subset_that_change_between_rounds_are_followed(tmp_path, w
     trainer(tmp_path, loop, Swapping(), max_epochs=2, limit_val_batches=0).fit(module, loader)
     assert sorted(seen[:8]) == list(range(8))
     assert sorted(seen[8:]) == list(range(8, 16))
+
+
+class Failing(Module):
+    def training_step(self, batch, batch_idx):
+        if self.current_epoch:
+            raise ValueError("the second round")
+        return super().training_step(batch, batch_idx)
+
+
+class Unreadable(TensorDataset):
+    def __getitem__(self, index):
+        if index == 9:
+            raise OSError("no such sample")
+        return super().__getitem__(index)
+
+    __getitems__ = None
+
+
+WITH_WORKERS: dict[str, Any] = {
+    "alone": {},
+    "together": {"execution": "vectorized"},
+    "personal": {"personal_test": 0.2},
+    "failing": {"on_client_error": "raise"},
+    "unreadable": {},
+    "private": {},
+    "without rounds": None,
+}
+
+
+@pytest.mark.parametrize("persistent", [False, True])
+@pytest.mark.parametrize("kind", WITH_WORKERS)
+def test_a_fit_leaves_no_worker(tmp_path, kind, persistent):
+    # A worker that the garbage collector has to stop takes it five seconds.
+    before, settings = set(multiprocessing.active_children()), WITH_WORKERS[kind]
+    common = {"clients": 4, "data_on_device": False, "summary": False}
+    loop = [] if settings is None else [FederatedLoop(FedAvg(), **common, **settings)]
+    private = [DifferentialPrivacy(noise_multiplier=1.0)] if kind in ("private", "without rounds") else []
+    data = (Unreadable if kind == "unreadable" else TensorDataset)(torch.randn(32, 6), torch.arange(32) % 4)
+    train, val = (DataLoader(data, batch_size=4, num_workers=1, persistent_workers=persistent) for _ in range(2))
+    seen: list[Any] = []
+    look = LambdaCallback(on_train_epoch_end=lambda *_: seen.extend(set(multiprocessing.active_children()) - before))
+    fitted = trainer(tmp_path, *loop, *private, look, max_epochs=2)
+    with pytest.raises(ValueError, match="the second round") if kind == "failing" else nullcontext():
+        fitted.fit((Failing if kind == "failing" else Module)(), train, val if kind == "personal" else None)
+    assert seen or kind == "unreadable"
+    assert set(multiprocessing.active_children()) <= before

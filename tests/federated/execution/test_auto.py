@@ -690,18 +690,19 @@ def test_single_samples_keep_their_format(tmp_path, capsys, monkeypatch):
 EMPTY = {"privacy": ClientPrivacy(noise_multiplier=1.0), "weighting": "uniform", "clients_per_round": 2}
 
 
+# A seed with which the first rounds have so many clients.
+SEEDS = {(0, 2): 21, (0, 0, 0, 2): 1376, (1, 0, 3): 260, (0, 0, 2): 295}
+
+
 def seed_of(cohorts):
-    """Return a seed with which the first rounds have so many clients."""
-
-    def drawn(seed):
-        loop = FederatedLoop(FedAvg(), partition=FromIndices(UNEVEN), seed=seed, **EMPTY)
-        planner = RoundPlanner(**loop.drawing(), batches=np.array([1, 6, 3, 5, 1]), clients_per_round=2)
-        return [len(planner.plan(number).clients) for number in range(len(cohorts))]
-
-    return next(seed for seed in range(10_000) if drawn(seed) == cohorts)
+    seed = SEEDS[cohorts]
+    loop = FederatedLoop(FedAvg(), partition=FromIndices(UNEVEN), seed=seed, **EMPTY)
+    planner = RoundPlanner(**loop.drawing(), batches=np.array([1, 6, 3, 5, 1]), clients_per_round=2)
+    assert tuple(len(planner.plan(number).clients) for number in range(len(cohorts))) == cohorts
+    return seed
 
 
-@pytest.mark.parametrize("cohorts", [[0, 2], [0, 0, 0, 2], [1, 0, 3]])
+@pytest.mark.parametrize("cohorts", [(0, 2), (0, 0, 0, 2), (1, 0, 3)])
 @pytest.mark.parametrize("execution", ["auto", "vectorized"])
 def test_empty_first_cohorts_change_no_choice(tmp_path, capsys, monkeypatch, execution, cohorts):
     tried, room = [], []
@@ -733,7 +734,7 @@ def test_empty_first_cohorts_of_private_samples(tmp_path, execution):
     _, loop, _ = run(
         tmp_path,
         execution,
-        seed=seed_of([0, 0, 2]),
+        seed=seed_of((0, 0, 2)),
         callbacks=[DifferentialPrivacy(noise_multiplier=1.0)],
         trainer={"max_epochs": 3},
         **EMPTY,
