@@ -45,6 +45,7 @@ from lightning_lowrank.federated.local import LocalTraining
 from lightning_lowrank.internals import advance, lightning
 from lightning_lowrank.internals import torch as internals_of_torch
 from tests.federated.execution.runs import Manual
+from tests.grids import daily, in_turn
 from tests.helpers import Data, Module, SaveEachStep, assert_same, fit, lightnings_own, network, seen, trainer, weights
 
 SAMPLES = 103
@@ -221,6 +222,7 @@ def figures(fitted: pl.Trainer) -> dict[str, float]:
     return {name: float(value) for name, value in fitted.callback_metrics.items() if not name.startswith(ours)}
 
 
+@daily(*map("-".join, in_turn(CASES, ("fast-around", "slow-every", "slow-around", "fast-every"))))
 @pytest.mark.parametrize("hooks", [AROUND, EVERY], ids=["around", "every"])
 @pytest.mark.parametrize("fast", [True, False], ids=["fast", "slow"])
 @pytest.mark.parametrize("case", CASES)

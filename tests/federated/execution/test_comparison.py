@@ -14,6 +14,7 @@ from lightning_lowrank import IID, FedAvg, FederatedLoop, FromIndices
 from lightning_lowrank.federated.execution import auto
 from lightning_lowrank.models import ResNet18
 from tests.federated.execution.random_modules import CLIENTS, OPTIMIZERS, Drawn, outcome, trained
+from tests.grids import daily, in_turn
 from tests.helpers import Data, Module, assert_same, fit, network, trainer, weights
 
 DIFFERS = {
@@ -40,6 +41,7 @@ def module_of(part: str) -> Drawn:
     return Drawn(net, [part], optimizer=OPTIMIZERS["SGD"])
 
 
+@daily(*map("-".join, in_turn(SAME, ("even", "uneven"))))
 @pytest.mark.parametrize("clients", ["even", "uneven"])
 @pytest.mark.parametrize("part", SAME)
 def test_what_a_step_does_is_done_for_each_client(tmp_path, part, clients):
