@@ -20,7 +20,6 @@ from torch.optim import Optimizer
 from lightning_lowrank.federated.data.planner import Chunk
 from lightning_lowrank.federated.data.training_set import RoundData
 from lightning_lowrank.federated.execution.base import Execution
-from lightning_lowrank.federated.execution.channels_last import ChannelsLast
 from lightning_lowrank.federated.leaks import OfTheRun
 from lightning_lowrank.federated.logbook import Logbook
 from lightning_lowrank.federated.protocols import OwnSteps, inherits
@@ -78,9 +77,6 @@ class LocalTraining(OfTheRun):
         step = self._execution.step_of(own)
         if step is not own:
             ends.enter_context(replaced(strategy, training_step=self._in_precision(own, step)))
-        if self._execution.channels_last:
-            evaluation = ChannelsLast(module).explained_step(strategy.validation_step, "validation_step")
-            ends.enter_context(replaced(strategy, validation_step=evaluation))
         if self._own_update is not None:
             update, step = self._own_update, module.optimizer_step
             self._steps_in_its_own_way = overrides(module, "optimizer_step")

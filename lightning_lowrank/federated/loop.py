@@ -52,6 +52,7 @@ from lightning_lowrank.federated.data.planner import RoundPlan
 from lightning_lowrank.federated.data.sampling import NeedsPoissonBatches
 from lightning_lowrank.federated.data.training_set import RoundData
 from lightning_lowrank.federated.exchange import Exchange, Parts
+from lightning_lowrank.federated.execution.channels_last import in_validation
 from lightning_lowrank.federated.execution.processes import ClientParallelStrategy, SharedCoordinator, shared_by
 from lightning_lowrank.federated.fingerprint import (
     check_same_experiment,
@@ -394,6 +395,8 @@ class FederatedLoop(FederatedSettings, Callback):
             self, trainer, self._data, self._progress, self._processes, make, self._rounds, self._restored, self._turns
         )
         self.ledger = self._rounds.exchange.ledger
+        if self._rounds.execution.channels_last:
+            self._restore.enter_context(in_validation(trainer))
         self._fingerprint["execution"] = self._rounds.execution.name
         assert self._length is not None
         if self._length.outdated():

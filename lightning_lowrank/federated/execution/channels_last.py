@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor, nn
+
+from lightning_lowrank.internals.replaced import replaced
 
 _FORMATS: dict[int, tuple[tuple[type[nn.Module], ...], torch.memory_format]] = {
     4: ((nn.Conv2d, nn.ConvTranspose2d), torch.channels_last),
@@ -91,3 +94,24 @@ class ChannelsLast:
                 ) from error
 
         return with_explanation
+
+
+def in_validation(trainer: Any) -> AbstractContextManager[None]:
+    """A context in which validation steps see images in channels-last format.
+
+    If a step fails with them in the sanity check, they keep their format.
+    """
+    own = trainer.strategy.validation_step
+    changed = ChannelsLast(trainer.lightning_module).explained_step(own, "validation_step")
+    converts = True
+
+    def validation_step(*arguments: Any) -> Any:
+        nonlocal converts
+        if converts and trainer.sanity_checking:
+            try:
+                return changed(*arguments)
+            except MisconfigurationException:
+                converts = False
+        return (changed if converts else own)(*arguments)
+
+    return replaced(trainer.strategy, validation_step=validation_step)

@@ -644,9 +644,16 @@ def test_a_later_step_that_takes_views_says_what_would_do(tmp_path, monkeypatch)
         def validation_step(self, batch, batch_idx):
             self.log("val_loss", self.net(batch[0]).view(len(batch[0]), -1).mean())
 
-    loop = FederatedLoop(FedAvg(), partition=PICTURES["partition"], execution="auto", summary=False)
+    def evaluating(**settings):
+        loop = FederatedLoop(FedAvg(), partition=PICTURES["partition"], execution="auto", summary=False)
+        fitted = trainer(tmp_path, loop, max_epochs=1, **settings)
+        fit(fitted, Evaluating().double(), Pictures())
+        return fitted
+
     with pytest.raises(MisconfigurationException, match=r"Evaluating\.validation_step\(\).*view\(\).*sequential"):
-        fit(trainer(tmp_path, loop, max_epochs=1), Evaluating().double(), Pictures())
+        evaluating(num_sanity_val_steps=0)
+    # A sanity check tells before.
+    assert evaluating(num_sanity_val_steps=1).callback_metrics["val_loss"].isfinite()
 
     # Of a client whose step fails anyhow, only its own error is told.
     with pytest.raises(RuntimeError, match=r"'\[7, 7\]'"):
