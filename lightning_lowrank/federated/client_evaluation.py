@@ -522,6 +522,8 @@ class FurtherModels:
     def _evaluation(self, name: str, loader: Any, indices: Callable[[], list[Tensor]]) -> ClientEvaluation:
         """The cached evaluation of this loader, created if needed."""
         if name not in self._evaluations or self._evaluations[name][0] is not loader:
+            if name in self._evaluations:
+                self._evaluations[name][1].release()
             seed = self._exchange.server.seed
             kept = None if self._data is None else self._data.device_data
             self._evaluations[name] = loader, ClientEvaluation(loader, indices(), seed, kept)

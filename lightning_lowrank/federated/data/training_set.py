@@ -144,6 +144,7 @@ class RoundData:
         self.planner = self._make_planner(self.indices, loader)
         self._loader_epoch = epoch
         change = self._poison(loader.dataset, self.indices)
+        self.release()
         self._loader = RoundLoader(
             loader,
             self.indices,

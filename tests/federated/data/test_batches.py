@@ -247,3 +247,23 @@ def test_a_fit_leaves_no_worker(tmp_path, kind, persistent):
         fitted.fit((Failing if kind == "failing" else Module)(), train, val if kind == "personal" else None)
     assert seen or kind == "unreadable"
     assert set(multiprocessing.active_children()) <= before
+
+
+def test_a_reloaded_loader_leaves_no_worker(tmp_path):
+    data = TensorDataset(torch.randn(32, 6), torch.arange(32) % 4)
+
+    class Reloading(Module):
+        def train_dataloader(self):
+            return DataLoader(data, batch_size=4, num_workers=1, persistent_workers=True)
+
+        def val_dataloader(self):
+            return DataLoader(data, batch_size=4)
+
+    before, counts = set(multiprocessing.active_children()), list[int]()
+    children = multiprocessing.active_children
+    look = LambdaCallback(on_train_epoch_end=lambda *_: counts.append(len({*children()} - before)))
+    loop = FederatedLoop(FedAvg(), clients=4, personal_test=0.2, data_on_device=False, summary=False)
+    trainer(tmp_path, loop, look, max_epochs=4, reload_dataloaders_every_n_epochs=1).fit(Reloading())
+    # One reads training batches, and one the clients' test samples.
+    assert counts == [2] * 4
+    assert set(multiprocessing.active_children()) <= before
