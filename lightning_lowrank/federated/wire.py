@@ -214,7 +214,7 @@ class Wire:
         )
 
     def _check_known(self, base: Base, message: Message) -> None:
-        """Refuse tensors that are not zero and not in the clients' copy, if the downlink suits changes alone."""
+        """Refuse tensors that are not zero and not in the clients' copy, if the downlink suits only changes."""
         if not self._coarse_down:
             return
         unknown = message.tensors.keys() - base.state[_COPY].keys() - self._exact(base)
