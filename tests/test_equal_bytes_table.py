@@ -95,6 +95,9 @@ def test_the_rate_is_chosen_on_held_out_images_and_runs_are_made_once(table, run
     assert f"|  |  | {100 * (0.805 - 0.1 / 3):.1f} ± 0.7 | 0.1 |" in second
     assert (tmp_path / "accuracy.png").stat().st_size > 1000
     count = len(runs)
+    # A page for three seeds says that one was not run.
+    call(table, tmp_path, "--budgets", "32", "128", "--seeds", "0", "1", "2", "--page")
+    assert f"| {of_top_k:.1f} ± 0.7 (1 of 3 not run) | 0.1 |" in (tmp_path / "RESULTS.md").read_text()
     assert call(table, tmp_path, "--budgets", "32", "128", "--seeds", "0", "1") == 0
     assert len(runs) == count
     # A larger budget needs longer runs, and a further seed one more.

@@ -119,7 +119,6 @@ class Wire:
             raise MisconfigurationException(f"uplink={uplink!r}, downlink={downlink!r}: {error}") from error
         name = type(algorithm).__name__
         self._coarse = _coarse(uplink)
-        self._coarse_down: list[str] = []
         if OwnCodec.of(algorithm).encodes_values:
             self._refuse_coarse("sends the values of selected coordinates")
         if not downlink:
@@ -134,7 +133,7 @@ class Wire:
             raise MisconfigurationException(
                 f"downlink={downlink!r}: {name} compresses its broadcasts itself: leave out downlink."
             )
-        coarse = self._coarse_down = _coarse(downlink)
+        coarse = _coarse(downlink)
         if coarse and not self.downlink.error_feedback:
             zero = any(codec.sparse for codec in downlink)
             raise MisconfigurationException(
@@ -201,7 +200,8 @@ class Wire:
     def _down(self, base: Base, message: Message, client: ClientInfo) -> Packet:
         if not self.downlink.codecs:
             return self._send(self.downlink, message, seed=0)
-        self._check_known(base, message)
+        if self.shares_copy:
+            self._check_known(base, message)
         # One encoding for all clients if they share a copy.
         seed = derive_seed(client.seed, "downlink", client.round, *(() if self.shares_copy else (client.id,)))
         return self._send(
@@ -214,8 +214,9 @@ class Wire:
         )
 
     def _check_known(self, base: Base, message: Message) -> None:
-        """Refuse tensors that are not zero and not in the clients' copy, if the downlink suits only changes."""
-        if not self._coarse_down:
+        """Refuse tensors that are not zero and not in the clients' copy, if a codec suits only changes."""
+        coarse = _coarse(self.downlink.codecs)
+        if not coarse:
             return
         unknown = message.tensors.keys() - base.state[_COPY].keys() - self._exact(base)
         for name in sorted(unknown):
@@ -223,7 +224,7 @@ class Wire:
             if value.is_floating_point() and value.any():
                 raise MisconfigurationException(
                     f"{type(self._algorithm).__name__} broadcasts {name!r}, of which clients have no copy, and"
-                    f" downlink={list(self.downlink.codecs)!r}: {self._coarse_down[0]} suits only changes."
+                    f" downlink={list(self.downlink.codecs)!r}: {coarse[0]} suits only changes."
                     " Use Half() or Quantize() alone."
                 )
 

@@ -76,7 +76,7 @@ def read_plain(data: bytes, what: str) -> dict[str, Any]:
         for event in yaml.parse(text, yaml.SafeLoader):
             depth += isinstance(event, yaml.CollectionStartEvent) - isinstance(event, yaml.CollectionEndEvent)
             if depth > _DEEPEST:
-                # The parser reads some 600 nested brackets a second.
+                # The parser takes long for nested brackets.
                 raise ValueError(f"it is nested more than {_DEEPEST} levels deep")
             found = [getattr(event, name, None) for name in ("anchor", "tag")]
             if isinstance(event, yaml.AliasEvent) or any(found):

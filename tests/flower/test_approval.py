@@ -156,6 +156,14 @@ def test_plain_yaml_alone_is_read(text):
         read_plain(text.encode(), "it")
 
 
+@pytest.mark.parametrize("nested", [lambda n: "a: " + "[" * n + "]" * n, lambda n: "a:\n  " + "- " * n + "1"])
+def test_nesting_is_limited_to_fifty_levels(nested):
+    # The mapping is a level itself.
+    assert list(read_plain(nested(49).encode(), "it")) == ["a"]
+    with pytest.raises(MisconfigurationException, match="nested more than 50 levels"):
+        read_plain(nested(50).encode(), "it")
+
+
 def test_text_alone_is_read():
     for data in (b"\xff\xfe", b"a: \x00", b"a: 1\n" + b"#" * 2**21):
         with pytest.raises(MisconfigurationException, match="plain YAML"):
