@@ -395,8 +395,8 @@ class FederatedLoop(FederatedSettings, Callback):
             self, trainer, self._data, self._progress, self._processes, make, self._rounds, self._restored, self._turns
         )
         self.ledger = self._rounds.exchange.ledger
-        if self._rounds.execution.channels_last:
-            self._restore.enter_context(in_validation(trainer))
+        if self._rounds.execution.validation_channels_last:
+            self._restore.enter_context(in_validation(trainer, self._rounds.execution))
         self._fingerprint["execution"] = self._rounds.execution.name
         assert self._length is not None
         if self._length.outdated():

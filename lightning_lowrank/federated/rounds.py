@@ -448,6 +448,7 @@ class Rounds(OfTheRun):
             "algorithm": type(self._algorithm).__name__,
             "execution": execution.name,
             "channels_last": execution.channels_last,
+            "validation_channels_last": execution.validation_channels_last,
             "chunk_size": self._data.chunk_size,
             "progress": saved,
             "server": server,

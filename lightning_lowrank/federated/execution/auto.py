@@ -75,11 +75,13 @@ def choose_execution(
         raise MisconfigurationException(
             f"execution='vectorized' is not possible: {reason}. Use execution='sequential'."
         )
-    channels_last = False
+    channels_last = validation_channels_last = False
     if wanted == "auto" and restored is not None:
         wanted, channels_last = restored["execution"], restored["channels_last"]
+        validation_channels_last = restored["validation_channels_last"]
     elif wanted == "auto" and previous is not None:
         wanted, channels_last = previous.name, previous.channels_last
+        validation_channels_last = previous.validation_channels_last
     elif wanted == "auto":
         listeners = (trainer.lightning_module, *trainer.callbacks)
         around = [f"{type(each).__name__}.{hook}()" for each in listeners for hook in hooks_around_steps(each)]
@@ -98,6 +100,7 @@ def choose_execution(
             defers = not steps_are_observed(trainer, exchange.algorithm)
             choice = _fastest(trainer, data, size, reason, defers, exchange.settings.compile)
         wanted, channels_last, grounds = choice if processes is None else processes.broadcast(choice)
+        validation_channels_last = channels_last
         if trainer.is_global_zero:
             Console().print(f"execution='auto': {grounds}", highlight=False, soft_wrap=True)
     kind = _KINDS[wanted]
@@ -119,7 +122,7 @@ def choose_execution(
         size = min(processes.gather(size))
     data.use(kind.stacked, size)
     execution = kind(trainer, exchange)
-    execution.channels_last = channels_last
+    execution.channels_last, execution.validation_channels_last = channels_last, validation_channels_last
     if isinstance(execution, Vectorized):
         execution.compare = functools.partial(_difference, trainer, data, size, processes)
         if exchange.settings.compile:

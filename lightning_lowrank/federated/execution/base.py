@@ -59,7 +59,9 @@ class Execution(OfTheRun, ABC):
     logbook: Logbook | None = None
     """The collector for logged values of clients that step together, if any."""
     channels_last: bool = False
-    """Whether steps of single clients, and of validation, see images with their channels last in memory."""
+    """Whether steps of single clients see images with their channels last in memory."""
+    validation_channels_last: bool = False
+    """Whether validation steps do; `in_validation` ends it where the sanity check cannot."""
 
     def __init__(self, trainer: Any, exchange: Exchange) -> None:
         self.trainer = trainer

@@ -11,6 +11,7 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor, nn
 
+from lightning_lowrank.federated.execution.base import Execution
 from lightning_lowrank.internals.replaced import replaced
 
 _FORMATS: dict[int, tuple[tuple[type[nn.Module], ...], torch.memory_format]] = {
@@ -96,22 +97,21 @@ class ChannelsLast:
         return with_explanation
 
 
-def in_validation(trainer: Any) -> AbstractContextManager[None]:
+def in_validation(trainer: Any, execution: Execution) -> AbstractContextManager[None]:
     """A context in which validation steps see images in channels-last format.
 
-    If a step fails with them in the sanity check, they keep their format.
+    If a step fails with them in the sanity check, they keep their format from then on, in resumed runs too, which have
+    no sanity check.
     """
     own = trainer.strategy.validation_step
     changed = ChannelsLast(trainer.lightning_module).explained_step(own, "validation_step")
-    converts = True
 
     def validation_step(*arguments: Any) -> Any:
-        nonlocal converts
-        if converts and trainer.sanity_checking:
+        if execution.validation_channels_last and trainer.sanity_checking:
             try:
                 return changed(*arguments)
             except MisconfigurationException:
-                converts = False
-        return (changed if converts else own)(*arguments)
+                execution.validation_channels_last = False
+        return (changed if execution.validation_channels_last else own)(*arguments)
 
     return replaced(trainer.strategy, validation_step=validation_step)

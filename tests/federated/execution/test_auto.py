@@ -645,16 +645,22 @@ def test_a_later_step_that_takes_views_says_what_would_do(tmp_path, monkeypatch)
         def validation_step(self, batch, batch_idx):
             self.log("val_loss", self.net(batch[0]).view(len(batch[0]), -1).mean())
 
-    def evaluating(**settings):
+    def evaluating(rounds=1, ckpt_path=None, **settings):
         loop = FederatedLoop(FedAvg(), partition=PICTURES["partition"], execution="auto", summary=False)
-        fitted = trainer(tmp_path, loop, max_epochs=1, **settings)
-        fit(fitted, Evaluating().double(), Pictures())
+        fitted = trainer(tmp_path, loop, max_epochs=rounds, **settings)
+        fit(fitted, Evaluating().double(), Pictures(), ckpt_path=ckpt_path)
         return fitted
 
     with pytest.raises(MisconfigurationException, match=r"Evaluating\.validation_step\(\).*view\(\).*sequential"):
         evaluating(num_sanity_val_steps=0)
-    # A sanity check tells before.
-    assert evaluating(num_sanity_val_steps=1).callback_metrics["val_loss"].isfinite()
+    # A sanity check tells before, for resumed and continued fits too.
+    fitted = evaluating(num_sanity_val_steps=1)
+    assert fitted.callback_metrics["val_loss"].isfinite()
+    fitted.save_checkpoint(tmp_path / "one.ckpt")
+    assert evaluating(2, tmp_path / "one.ckpt").callback_metrics["val_loss"].isfinite()
+    fitted.fit_loop.max_epochs, fitted.num_sanity_val_steps = 2, 0
+    fit(fitted, fitted.lightning_module, Pictures())
+    assert fitted.current_epoch == 2
 
     # Of a client whose step fails anyhow, only its own error is told.
     with pytest.raises(RuntimeError, match=r"'\[7, 7\]'"):
