@@ -346,6 +346,23 @@ def test_resume_is_exact(tmp_path, federated):
         fit(trainer(tmp_path, *changed, max_epochs=3), other, Data(blobs(64)), ckpt_path=files[0])
 
 
+def test_a_fit_resumed_inside_a_round_is_private_with_a_method_that_adds_to_the_loss(tmp_path):
+    """The step with the method's term is made anew in a resumed fit, and must not take the private one's place."""
+
+    def made():
+        loop = FederatedLoop(MOON("net"), clients=3, summary=False)
+        return loop, private(), Module(linear(), SGD)
+
+    loop, privacy, module = made()
+    keep = ModelCheckpoint(tmp_path, "{step}", save_top_k=-1, every_n_train_steps=3)
+    fit(trainer(tmp_path, loop, privacy, keep, max_epochs=1), module, Data(blobs(64)))
+    loop, again, other = made()
+    fit(trainer(tmp_path, loop, again, max_epochs=1), other, Data(blobs(64)), ckpt_path=tmp_path / "step=3.ckpt")
+    assert_same(weights(module), weights(other))
+    assert again.epsilons() == privacy.epsilons()
+    assert min(again.epsilons().values()) > 0
+
+
 @pytest.mark.slow
 def test_the_trainer_and_the_module_are_given_back(tmp_path):
     module, data = Module(linear(), SGD), Data(blobs(40))
