@@ -246,11 +246,11 @@ class DifferentialPrivacy(NeedsPoissonBatches, Configured, Callback):
             self._noise = self._noise_of_run(trainer)
         first = self._loop.server.round if self._loop is not None else 0
         check_factors_move(pl_module, self._names(pl_module, first), "DifferentialPrivacy")
-        own = pl_module.training_step
+        own = step = pl_module.training_step
         if self._loop is not None:
             # The terms that the method adds to the loss read samples as well, so they are clipped too.
-            own = self._loop.rounds.execution.step_of(own)
-        gradients = SampleGradients(pl_module, own, self.physical_batch_size, self._round_state)
+            step = self._loop.rounds.execution.step_of(own)
+        gradients = SampleGradients(pl_module, step, self.physical_batch_size, self._round_state)
 
         def private_step(batch: Any, *arguments: Any) -> torch.Tensor:
             return self._step(trainer, pl_module, gradients, batch, arguments)
@@ -258,7 +258,7 @@ class DifferentialPrivacy(NeedsPoissonBatches, Configured, Callback):
         standing = while_training(trainer, own, private_step)
         self._steps.enter_context(replaced(pl_module, training_step=standing))
         if self._loop is not None:
-            self._loop.rounds.execution.substituted = True
+            self._loop.rounds.execution.substituted = own
         self._stop_if_spent(trainer)
 
     def _end_steps(self) -> None:

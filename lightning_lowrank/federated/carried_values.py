@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -41,10 +41,11 @@ class CarriedValues:
 
     Args:
         trainer: The trainer, before the first client's first step.
+        step: The training step that is tried. ``None`` (default): the module's.
     """
 
-    def __init__(self, trainer: Any) -> None:
-        self._trainer, self._module = trainer, trainer.lightning_module
+    def __init__(self, trainer: Any, step: Callable[..., Any] | None = None) -> None:
+        self._trainer, self._module, self._own_step = trainer, trainer.lightning_module, step
         self._root = vars(self._module)
         module = self._module
         schedulers = [config.scheduler for config in trainer.lr_scheduler_configs]
@@ -131,11 +132,12 @@ class CarriedValues:
         module: pl.LightningModule = self._module
         for value in module.parameters():
             value.grad = None
-        takes_index = is_param_in_hook_signature(module.training_step, "batch_idx", min_args=2)
+        training_step = self._own_step or module.training_step
+        takes_index = is_param_in_hook_signature(training_step, "batch_idx", min_args=2)
         if overrides(module, "on_train_batch_start"):
             module.on_train_batch_start(batch, 0)
         with self._trainer.precision_plugin.train_step_context():
-            output = module.training_step(batch, 0) if takes_index else module.training_step(batch)
+            output = training_step(batch, 0) if takes_index else training_step(batch)
         loss = loss_of(output) if module.automatic_optimization else None
         if loss is not None:
             loss.backward()

@@ -306,7 +306,7 @@ class Rounds(OfTheRun):
                 return chunk
         self._optimizers.apply_options(chunk.clients[0])
         if self._local.look is not None and self._carried is None:
-            self._carried = CarriedValues(self._trainer)
+            self._carried = CarriedValues(self._trainer, self.execution.substituted)
         self._isolation.begin_client()
         self._progress.chunk_open = True
         return chunk

@@ -363,6 +363,36 @@ def test_a_fit_resumed_inside_a_round_is_private_with_a_method_that_adds_to_the_
     assert min(again.epsilons().values()) > 0
 
 
+class Counting(Module):
+    """Its steps read a counter that passes from client to client, which the loop tries on a client's first batch."""
+
+    seen = 0
+
+    def training_step(self, batch, batch_idx):
+        self.seen += 1
+        return (1 + self.seen) * super().training_step(batch, batch_idx)
+
+
+def test_a_step_that_is_tried_costs_no_privacy(tmp_path):
+    callback = private()
+    loop = FederatedLoop(FedAvg(), clients=3, local_steps=1, summary=False)
+    run = trainer(tmp_path, loop, callback, max_epochs=2, limit_val_batches=0)
+    with pytest.warns(UserWarning, match=r"attributes of the module: seen\."):
+        run.fit(Counting(linear()), Data(blobs(64)))
+    assert [callback.steps_of(client) for client in range(3)] == [2, 2, 2]
+
+
+def test_validation_by_the_training_step_has_no_term_of_the_method(tmp_path):
+    class Validates(Module):
+        def validation_step(self, batch, batch_idx):
+            self.log("val_loss", self.training_step(batch, batch_idx))
+            self.log("expected", self.loss(batch))
+
+    run = trainer(tmp_path, FederatedLoop(MOON("net"), clients=3, summary=False), private(), max_epochs=1)
+    fit(run, Validates(linear()), Data(blobs(64)))
+    assert run.callback_metrics["val_loss"] == run.callback_metrics["expected"]
+
+
 @pytest.mark.slow
 def test_the_trainer_and_the_module_are_given_back(tmp_path):
     module, data = Module(linear(), SGD), Data(blobs(40))

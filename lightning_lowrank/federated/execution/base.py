@@ -52,8 +52,8 @@ class Execution(OfTheRun, ABC):
     """Its name among the values of ``FederatedLoop(execution=...)``."""
     stacked: ClassVar[bool] = False
     """Whether clients step together, so that batches are those of a chunk."""
-    substituted: bool = False
-    """Whether training steps are run with other tensors in the module's place, as `DifferentialPrivacy` does."""
+    substituted: Callable[..., Any] | None = None
+    """The module's training step, if another replaces it that runs it with other tensors (`DifferentialPrivacy`)."""
     optimizers: ClientOptimizers
     """The optimizers that clients take turns with."""
     logbook: Logbook | None = None
