@@ -149,12 +149,15 @@ class TrainedCheckpoints(Configured, Callback):
                 del state[further]
 
     def state_dict(self) -> dict[str, Any]:
-        """Digests of the weights that checkpoints leave out."""
+        """Digests and types of the weights that checkpoints leave out."""
         left_out = self._left_out()
         for name in left_out:
             if name not in self._digests:
                 self._digests[name] = digest_of(self._base[name])
-        return {"base": {name: self._digests[name] for name in left_out}}
+        return {
+            "base": {name: self._digests[name] for name in left_out},
+            "types": {name: self._base[name].dtype for name in left_out},
+        }
 
 
 def _before_loading(module: Any, complete: Callable[[dict[str, Any]], None]) -> Callable[[], None]:

@@ -70,6 +70,9 @@ def dense_checkpoint(
 def restore_frozen(checkpoint: dict[str, Any], own: Mapping[str, Tensor | None], where: str) -> dict[str, str]:
     """Restore frozen weights that `TrainedCheckpoints` left out of a checkpoint, and return their digests by name.
 
+    They are converted to the type that they had in the run: a trainer with ``precision="bf16-true"`` converts the
+    module after it has loaded the checkpoint.
+
     Args:
         checkpoint: The checkpoint, which is changed.
         own: Tensors by the names that the checkpoint has.
@@ -78,7 +81,8 @@ def restore_frozen(checkpoint: dict[str, Any], own: Mapping[str, Tensor | None],
     Raises:
         MisconfigurationException: If one that was left out is not among them, or has other values.
     """
-    digests: dict[str, str] = checkpoint.get("callbacks", {}).get(TRAINED_CHECKPOINTS, {}).get("base", {})
+    kept = checkpoint.get("callbacks", {}).get(TRAINED_CHECKPOINTS, {})
+    digests: dict[str, str] = kept.get("base", {})
     lacking = sorted(name for name in digests if own.get(name) is None)
     if lacking:
         raise misconfigured(
@@ -86,15 +90,23 @@ def restore_frozen(checkpoint: dict[str, Any], own: Mapping[str, Tensor | None],
             f" {join_names(lacking)}."
             " Build the module from the same pretrained model."
         )
-    found = {name: digest_of(value) for name, value in own.items() if name in digests and value is not None}
-    other = sorted(name for name, digest in digests.items() if found[name] != digest)
+    types = kept.get("types", {})
+    values = {name: _of_type(value, types.get(name)) for name, value in own.items() if name in digests}
+    other = sorted(name for name, digest in digests.items() if digest_of(values[name]) != digest)
     if other:
         raise misconfigured(
             f"the checkpoint belongs to other frozen weights than {where} has: {len(other)} of {len(digests)} differ,"
             f" {join_names(other)}. Build the module from the pretrained weights that the run began with."
         )
-    checkpoint["state_dict"].update({name: own[name].detach() for name in digests})  # type: ignore[union-attr]
+    checkpoint["state_dict"].update(values)
     return dict(digests)
+
+
+def _of_type(value: Tensor | None, dtype: Any) -> Tensor:
+    """A tensor with numbers of a type, if both types are floating-point ones."""
+    assert value is not None
+    both = value.is_floating_point() and isinstance(dtype, torch.dtype) and dtype.is_floating_point
+    return value.detach().to(dtype) if both else value.detach()
 
 
 def adapter_checkpoint(

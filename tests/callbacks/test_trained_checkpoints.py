@@ -27,7 +27,7 @@ from lightning_lowrank import (
 from lightning_lowrank.internals.torch import digest_of
 from lightning_lowrank.interop.checkpoints import adapter_checkpoint, dense_checkpoint
 from tests.grids import nightly_except
-from tests.helpers import Data, Module, Thaw, assert_same, fit, network, trainer, weights
+from tests.helpers import Data, Module, Thaw, assert_same, draw, fit, network, trainer, weights
 from tests.interop.helpers import LORA, peft
 
 CLIENTS = [list(range(40)), list(range(40, 60)), list(range(60, 103))]
@@ -102,6 +102,29 @@ def test_resumes_as_a_whole_checkpoint_does(tmp_path, name):
             assert set(left_out) <= everything["state_dict"].keys() - checkpoint["state_dict"].keys()
         resumed = run(tmp_path / "resumed", name, TrainedCheckpoints(), ckpt_path=file)
         assert_same(weights(resumed), weights(module))
+
+
+@pytest.mark.parametrize("precision", ["bf16-true", "64-true"])
+def test_frozen_weights_that_the_trainer_converts(tmp_path, precision):
+    """The trainer converts the module after it has loaded a checkpoint of converted weights."""
+
+    def fitted(**arguments):
+        callbacks = [lowrank(), federated(FedLoRA(ProductSum())), TrainedCheckpoints()]
+        run = trainer(tmp_path, *callbacks, max_epochs=2, precision=precision, limit_val_batches=0)
+        return run, fit(run, Module(), Data(shuffle=False), **arguments)
+
+    run, module = fitted()
+    run.save_checkpoint(tmp_path / "end.ckpt")
+    run, resumed = fitted(ckpt_path=tmp_path / "end.ckpt")
+    assert_same(weights(resumed), weights(module))
+    run.save_checkpoint(tmp_path / "again.ckpt")
+    first, again = (torch.load(tmp_path / f"{name}.ckpt", weights_only=True) for name in ("end", "again"))
+    assert again["callbacks"]["TrainedCheckpoints"] == first["callbacks"]["TrainedCheckpoints"]
+    assert again["state_dict"].keys() == first["state_dict"].keys()
+    dense = load_dense(tmp_path / "end.ckpt", Module())
+    inputs = draw(5, 6).to(module.dtype)
+    close = {"rtol": 0.05, "atol": 0.05} if precision == "bf16-true" else {}
+    torch.testing.assert_close(dense.to(module.dtype).net(inputs), module.net(inputs), **close)
 
 
 @pytest.mark.slow
