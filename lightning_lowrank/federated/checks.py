@@ -68,6 +68,7 @@ _COUNT_CLIENTS = {
     "trainer.train_dataloader": "whose length is the number of the round's clients there: read it in a local step,"
     " where it is the number of the client's batches",
 }
+_PACKAGE = f"{__name__.partition('.')[0]}."
 _EVALUATION = ("validation_", "test_", "predict_", "on_validation_", "on_test_", "on_predict_")
 
 
@@ -565,15 +566,31 @@ def readers_in_steps(module: pl.LightningModule) -> list[str]:
     return [name for name in readers if name not in (*_OUTSIDE_OF_STEPS, *_BETWEEN_CLIENTS)]
 
 
-def resume_notes(trainer: Any) -> list[str]:
-    """Notes for the user on a resumed fit, one sentence each."""
+def resume_notes(trainer: Any, continues_round: bool) -> list[str]:
+    """Notes for the user on a resumed fit.
+
+    Args:
+        trainer: The trainer.
+        continues_round: Whether clients train before Lightning starts another epoch.
+    """
+    found: list[str] = []
     plateaus = [config for config in trainer.lr_scheduler_configs if config.reduce_on_plateau]
-    if not any(config.interval == "epoch" for config in plateaus):
-        return []
-    return [
-        "Lightning leaves out a step of ReduceLROnPlateau in the epoch in which a fit is resumed, so that the learning"
-        " rate may fall later than in a fit that was not stopped."
-    ]
+    if any(config.interval == "epoch" for config in plateaus):
+        found.append(
+            "Lightning leaves out a step of ReduceLROnPlateau in the epoch in which a fit is resumed, so that the"
+            " learning rate may fall later than in a fit that was not stopped."
+        )
+    listeners = (trainer.lightning_module, *trainer.callbacks)
+    own = (each for each in listeners if not (_of_lightning(each) or type(each).__module__.startswith(_PACKAGE)))
+    hearing = [type(each).__name__ for each in own if overrides(each, "on_train_epoch_start")]
+    if continues_round and trainer.fit_loop.restarted_mid_epoch and hearing:
+        found.append(
+            f"Lightning does not call on_train_epoch_start (of {join_names(hearing)}) in round {trainer.current_epoch},"
+            " because the checkpoint was saved after an optimizer step: what it sets is not set in this round. Set it"
+            " in on_train_start as well, or resume from a checkpoint that was saved at a round's end"
+            " (ModelCheckpoint without every_n_train_steps)."
+        )
+    return found
 
 
 _BY_PERSONAL_TEST = (
@@ -609,9 +626,14 @@ def _layers_that_track(module: nn.Module) -> int:
     return sum(isinstance(layer, BATCH_NORMS) and bool(layer.track_running_stats) for layer in module.modules())
 
 
+def _of_lightning(listener: Any) -> bool:
+    """Whether a module or callback is Lightning's own, and calls no function of the user's."""
+    known = type(listener).__module__.startswith(("lightning.pytorch.", "pytorch_lightning."))
+    return known and not isinstance(listener, LambdaCallback)
+
+
 def _reads_weights(callback: Callback) -> bool:
-    ships_with_lightning = type(callback).__module__.startswith(("lightning.pytorch.", "pytorch_lightning."))
-    if ships_with_lightning and not isinstance(callback, LambdaCallback):
+    if _of_lightning(callback):
         return isinstance(callback, (WeightAveraging, StochasticWeightAveraging))
     return any(overrides(callback, hook) for hook in _READING_HOOKS)
 

@@ -123,7 +123,7 @@ class Coordinator(Exchange):
             return
         self._trained, self.ledger.dense_bytes = trained, dense_bytes(server.base.module)
         check_followed(self.settings, server.base, server.round, trained, before)
-        gone = (before or {}).keys() - trained.keys()
+        gone = server.parameters().keys() - trained.keys()
         server.model = {name: value for name, value in server.model.items() if name not in gone}
 
     def note_sent(self, client: ClientInfo, nbytes: int) -> None:
@@ -406,10 +406,13 @@ class Coordinator(Exchange):
     def load_state_dict(self, state: Mapping[str, Any], to_device: Callable[[Any], Any]) -> None:
         super().load_state_dict(state, to_device)
         self.server.load_state_dict(state, to_device)
-        for name, parameter in self.server.base.module.named_parameters():
+        named = dict(self.server.base.module.named_parameters())
+        trained = {name: named[name] for name in state["trained"] if name in named}
+        for parameter in trained.values():
             # A callback that unfroze parameters in an earlier epoch does not run again in a resumed fit.
-            if name in state["trained"]:
-                parameter.requires_grad_(True)
+            parameter.requires_grad_(True)
+        # Other objects than the parameters, so that the first round is checked.
+        self._trained = {name: parameter.detach() for name, parameter in trained.items()} or None
         for stage in self.stages:
             # Absent in an older checkpoint, or after a change of the list of stages.
             if stage.state_key in state["stages"]:

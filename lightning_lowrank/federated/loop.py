@@ -418,13 +418,15 @@ class FederatedLoop(FederatedSettings, Callback):
         if self._restored is not None:
             state, self._restored = self._restored, None
             self.rounds.resume(state)
-            for note in resume_notes(trainer):
+            progress, epoch = self._progress, trainer.current_epoch
+            continues = progress.round_open or (self.server.round < epoch != trainer.max_epochs)
+            for note in resume_notes(trainer, continues):
                 rank_zero_warn(note)
-            if self._progress.chunk and not self._progress.round_open:
+            if progress.chunk and not progress.round_open:
                 assert self._turns is not None
                 self._turns.end_restored_epoch()
-            if not self._progress.round_open:
-                self.rounds.stop_if_spent(trainer.current_epoch)
+            if not progress.round_open:
+                self.rounds.stop_if_spent(epoch)
         self._run_metadata = RunMetadata(trainer, self.indices)
         self._read_validation(trainer)
 

@@ -186,6 +186,9 @@ class Rounds(OfTheRun):
         self._optimizers.load_state_dict(state["optimizers"])
         # A checkpoint saved inside a client's turn has that client's options.
         self._optimizers.wind_back()
+        # Lightning does not call on_train_epoch_start in the rest of the round, where callbacks freeze layers.
+        for name, value in self._module.named_parameters():
+            value.requires_grad_(name in state["server"]["trained"])
         execution.begin_round()
         self._isolation.begin_round()
         server = self.exchange.server

@@ -1,7 +1,9 @@
 """A run that was killed and resumed ends as the run that was not."""
 
+import re
 import subprocess
 import sys
+import warnings
 from functools import partial
 from pathlib import Path
 
@@ -141,6 +143,36 @@ class Manual(Module):
         if batch_idx % 2:
             optimizer.step()
             optimizer.zero_grad()
+
+
+class Starts(Module):
+    def on_train_epoch_start(self):
+        self.rate = 0.5
+
+
+def test_a_hook_that_lightning_leaves_out_is_named(tmp_path):
+    """From a checkpoint after an optimizer step, Lightning does not call on_train_epoch_start in the next round."""
+
+    def run(module, folder, **arguments):
+        by_step = ModelCheckpoint(folder, "{step}", save_top_k=-1, every_n_train_steps=1)
+        by_round = ModelCheckpoint(folder, "{epoch}", save_top_k=-1, save_on_train_epoch_end=True, mode="max")
+        before_the_end = ModelCheckpoint(folder, "validated-{epoch}", save_top_k=-1, save_on_train_epoch_end=False)
+        loop = FederatedLoop(FedAvg(), clients=2, local_steps=2, summary=False)
+        kept = [] if arguments else [by_step, by_round, before_the_end]
+        with warnings.catch_warnings(record=True) as told:
+            warnings.simplefilter("always")
+            trainer(tmp_path, loop, *kept, max_epochs=2).fit(module(), Data(), **arguments)
+        return [str(each.message) for each in told if "on_train_epoch_start" in str(each.message)]
+
+    found = {}
+    for module in (Starts, Module):
+        assert not run(module, tmp_path / module.__name__)
+        files = sorted((tmp_path / module.__name__).glob("*.ckpt"))
+        found[module] = {file.stem: run(module, tmp_path, ckpt_path=file) for file in files}
+    assert len(found[Module]) == 8
+    assert not any(found[Module].values())
+    assert {name for name, said in found[Starts].items() if said} == {"step=2", "step=4", "step=6"}
+    assert all(re.search(r"\(of Starts\) in round 1", found[Starts][name][0]) for name in ("step=4", "step=6"))
 
 
 @pytest.mark.slow

@@ -122,6 +122,49 @@ def test_parameters_that_are_frozen_meanwhile_stay_as_they_are(tmp_path):
     assert set(seen.ratios) == {1}
 
 
+@pytest.mark.parametrize("frozen", [1, 2])
+def test_a_fit_resumed_inside_a_round_has_the_same_layers_frozen(tmp_path, frozen):
+    class Freeze(Callback):
+        def on_train_epoch_start(self, trainer, pl_module):
+            pl_module.net[0].requires_grad_(trainer.current_epoch != frozen)
+
+    def run(*callbacks, **arguments):
+        made = trainer(tmp_path, Freeze(), loop(), *callbacks)
+        return made, fit(made, Module(), Data(), **arguments)
+
+    saved = ModelCheckpoint(tmp_path, "{epoch}-{step}", save_top_k=-1, every_n_train_steps=1)
+    _, whole = run(saved)
+    files = sorted(tmp_path.glob("*.ckpt"))
+    for number in range(3):
+        inside = [file for file in files if f"epoch={number}-" in file.name]
+        made, resumed = run(ckpt_path=min(inside, key=lambda file: int(file.stem.rpartition("=")[2])))
+        assert_same(weights(resumed), weights(whole))
+        assert made.current_epoch == 3
+
+
+def test_a_further_fit_may_freeze_layers(tmp_path):
+    module, made = Module(), trainer(tmp_path, loop(), max_epochs=1)
+    fit(made, module, Data())
+    before = weights(module.net[0])
+    module.net[0].requires_grad_(False)
+    made.fit_loop.max_epochs = 2
+    fit(made, module, Data())
+    assert_same(weights(module.net[0]), before)
+    assert made.current_epoch == 2
+
+
+def test_a_resumed_fit_refuses_other_parameters_too(tmp_path):
+    def made():
+        return loop(algorithm=SCAFFOLD())
+
+    saved = ModelCheckpoint(tmp_path, "{epoch}", save_top_k=-1)
+    fit(trainer(tmp_path, made(), saved, max_epochs=1), Module(), Data())
+    with pytest.raises(
+        MisconfigurationException, match=r"from round 1 on .*\(net.0.bias, net.0.weight\), and SCAFFOLD"
+    ):
+        fit(trainer(tmp_path, Freeze(), made()), Module(), Data(), ckpt_path=tmp_path / "epoch=0.ckpt")
+
+
 @pytest.mark.parametrize(
     ("settings", "cause"),
     [
