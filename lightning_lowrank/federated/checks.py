@@ -566,14 +566,23 @@ def readers_in_steps(module: pl.LightningModule) -> list[str]:
     return [name for name in readers if name not in (*_OUTSIDE_OF_STEPS, *_BETWEEN_CLIENTS)]
 
 
-def resume_notes(trainer: Any, continues_round: bool) -> list[str]:
+def resume_notes(trainer: Any, last_round: int, is_open: bool) -> list[str]:
     """Notes for the user on a resumed fit.
 
     Args:
         trainer: The trainer.
-        continues_round: Whether clients train before Lightning starts another epoch.
+        last_round: The last round that has begun.
+        is_open: Whether clients of it are still to be trained.
     """
     found: list[str] = []
+    by_step, epoch = trainer.fit_loop.restarted_mid_epoch, trainer.current_epoch
+    if trainer.max_steps != -1 and trainer.max_epochs != -1 and epoch == last_round and not by_step:
+        found.append(
+            f"Lightning counts an epoch again when a fit with max_steps={trainer.max_steps} is resumed from a"
+            " checkpoint that was saved at the epoch's end, so that"
+            f" max_epochs={trainer.max_epochs} ends the fit one round early: leave"
+            " out one of the two limits."
+        )
     plateaus = [config for config in trainer.lr_scheduler_configs if config.reduce_on_plateau]
     if any(config.interval == "epoch" for config in plateaus):
         found.append(
@@ -583,9 +592,10 @@ def resume_notes(trainer: Any, continues_round: bool) -> list[str]:
     listeners = (trainer.lightning_module, *trainer.callbacks)
     own = (each for each in listeners if not (_of_lightning(each) or type(each).__module__.startswith(_PACKAGE)))
     hearing = [type(each).__name__ for each in own if overrides(each, "on_train_epoch_start")]
-    if continues_round and trainer.fit_loop.restarted_mid_epoch and hearing:
+    trains = is_open or last_round < epoch != trainer.max_epochs
+    if by_step and trains and hearing:
         found.append(
-            f"Lightning does not call on_train_epoch_start (of {join_names(hearing)}) in round {trainer.current_epoch},"
+            f"Lightning does not call on_train_epoch_start (of {join_names(hearing)}) in round {epoch},"
             " because the checkpoint was saved after an optimizer step: what it sets is not set in this round. Set it"
             " in on_train_start as well, or resume from a checkpoint that was saved at a round's end"
             " (ModelCheckpoint without every_n_train_steps)."

@@ -419,8 +419,7 @@ class FederatedLoop(FederatedSettings, Callback):
             state, self._restored = self._restored, None
             self.rounds.resume(state)
             progress, epoch = self._progress, trainer.current_epoch
-            continues = progress.round_open or (self.server.round < epoch != trainer.max_epochs)
-            for note in resume_notes(trainer, continues):
+            for note in resume_notes(trainer, self.server.round, progress.round_open):
                 rank_zero_warn(note)
             if progress.chunk and not progress.round_open:
                 assert self._turns is not None

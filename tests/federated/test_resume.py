@@ -175,6 +175,22 @@ def test_a_hook_that_lightning_leaves_out_is_named(tmp_path):
     assert all(re.search(r"\(of Starts\) in round 1", found[Starts][name][0]) for name in ("step=4", "step=6"))
 
 
+@pytest.mark.parametrize(("limits", "rounds"), [({"max_steps": 10, "max_epochs": 3}, 2), ({"max_steps": 10}, 3)])
+def test_an_epoch_that_lightning_counts_again_is_told(tmp_path, limits, rounds):
+    def run(**arguments):
+        saved = ModelCheckpoint(tmp_path, "{epoch}", save_top_k=-1, save_on_train_epoch_end=True)
+        loop = FederatedLoop(FedAvg(), clients=2, local_steps=2, summary=False)
+        with warnings.catch_warnings(record=True) as told:
+            warnings.simplefilter("always")
+            made = trainer(tmp_path, loop, *([] if arguments else [saved]), **{"max_epochs": -1, **limits})
+            made.fit(Module(), Data(), **arguments)
+        assert loop.server.round == (2 if not arguments else rounds - 1)
+        return [str(each.message) for each in told if "counts an epoch again" in str(each.message)]
+
+    assert not run()
+    assert len(run(ckpt_path=tmp_path / "epoch=0.ckpt")) == ("max_epochs" in limits)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(("kind", "group"), [(Module, 3), (Manual, 1)])
 def test_gradients_that_are_being_accumulated_are_kept(tmp_path, kind, group):
