@@ -522,8 +522,8 @@ def test_a_large_tensor_is_not_copied_and_named_if_it_changes(monkeypatch):
     copied = []
     make = carried_values.CarriedValues.__init__
 
-    def kept(values, trainer):
-        make(values, trainer)
+    def kept(values, *arguments):
+        make(values, *arguments)
         copied.extend(values._tensors)
 
     monkeypatch.setattr(carried_values.CarriedValues, "__init__", kept)

@@ -150,11 +150,13 @@ def test_a_process_that_is_killed_leaves_no_file_of_a_random_name(tmp_path):
     """It is killed by the limit of a file's size, in the middle of a client's second state."""
     path = tmp_path / "client.safetensors"
     client_states.save({"values": torch.zeros(10)}, path)
+    # Made here: a parallel operation never ends in a forked process whose parent has made one.
+    many = torch.zeros(1_000_000)
 
     def save_more():
         resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, 100_000))
         signal.signal(signal.SIGXFSZ, signal.SIG_DFL)
-        client_states.save({"values": torch.zeros(1_000_000)}, path)
+        client_states.save({"values": many}, path)
 
     child = multiprocessing.get_context("fork").Process(target=save_more)
     child.start()
