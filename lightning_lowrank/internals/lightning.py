@@ -310,7 +310,11 @@ def pool_training_results(trainer: Any, gather: Callable[[Any], Sequence[Any]]) 
     results = trainer.fit_loop.epoch_loop._results
     mine = {
         key: (
-            {**{name: getattr(item.meta, name) for name in _SETTINGS}, "reduce_fx": item.meta.reduce_fx.__name__},
+            {
+                **{name: getattr(item.meta, name) for name in _SETTINGS},
+                "reduce_fx": item.meta.reduce_fx.__name__,
+                "sync": (item.meta.sync.should, item.meta.sync.rank_zero_only),
+            },
             (item.value.cpu(), int(getattr(item, "cumulated_batch_size", 0))) if item.is_tensor else None,
         )
         for key, item in results.items()
@@ -321,9 +325,11 @@ def pool_training_results(trainer: Any, gather: Callable[[Any], Sequence[Any]]) 
     pooled: set[Metric] = set()
     for key, given in settings.items():
         values = [part[key][1] for part in gathered if key in part]
+        sync, rank_zero_only = given.pop("sync")
         if key not in results:
             meta = _Metadata(**given)
-            meta.sync = _Sync()
+            # As Lightning sets it: it compares it with that of a later round in which this process has clients.
+            meta.sync = _Sync(_should=sync, fn=trainer.strategy.reduce, rank_zero_only=rank_zero_only)
             results[key] = _ResultMetric(meta, values[0] is not None)
         item = results[key]
         item.has_reset, item._computed, item._update_count = False, None, 1

@@ -264,6 +264,8 @@ RUNS: dict[str, Callable[[], dict[str, Any]]] = {
         "clients_per_round": 1,
         "trainer": {"max_time": {"minutes": 5}},
     },
+    # The second process has its first client in the second round.
+    "joining": lambda: {"participants": [[0], [0, 1, 2], [1]]},
     "metrics": lambda: {"module": Metrics(), "clients_per_round": 2, "trainer": {"num_sanity_val_steps": 1}},
     "private clients": lambda: {
         "privacy": ClientPrivacy(noise_multiplier=1.0, quantile=0.5),

@@ -39,6 +39,7 @@ QUICK = [
     "tdpfed",
     "vectorized",
     "idle",
+    "joining",
     "metrics",
     "channels",
     "unlucky",
