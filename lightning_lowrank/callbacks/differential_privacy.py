@@ -299,13 +299,14 @@ class DifferentialPrivacy(NeedsPoissonBatches, Configured, Callback):
             return _Place(execution.clients[0].id, execution.clients[0].round, execution.number)
         return _Place(0, trainer.current_epoch, trainer.fit_loop.epoch_loop.batch_idx)
 
-    def _kept(self, client: int) -> State:
-        """A client's privacy account: the part of its state that this callback owns."""
+    def _kept(self, client: int, store: bool = False) -> State:
+        """A client's privacy account, the part of its state that this callback owns; ``store`` keeps a new one."""
         if self._loop is None:
             return self._own
         open_clients = self._loop.rounds.execution.clients
         state = next((each.state for each in open_clients if each.id == client), None)
-        return (self._loop.exchange.states[client] if state is None else state).setdefault(_KEY, {})
+        state = self._loop.exchange.states[client] if state is None else state
+        return state.setdefault(_KEY, {}) if store else state.get(_KEY, {})
 
     def steps_of(self, client: int = 0) -> int:
         """Number of private steps that a client has made in all."""
@@ -373,7 +374,7 @@ class DifferentialPrivacy(NeedsPoissonBatches, Configured, Callback):
                 name: ((sums[name].to(each.device) + each) / batch_size).to(live[name].dtype).to(live[name].device)
                 for name, each in noise.items()
             }
-        kept, mechanism = self._kept(place.client), self.mechanism(place.client)
+        kept, mechanism = self._kept(place.client, store=True), self.mechanism(place.client)
         drawn_as = [mechanism.sampled, mechanism.population]
         if kept.setdefault("drawn", drawn_as) != drawn_as:
             raise MisconfigurationException(

@@ -189,6 +189,9 @@ class Rounds(OfTheRun):
         # Lightning does not call on_train_epoch_start in the rest of the round, where callbacks freeze layers.
         for name, value in self._module.named_parameters():
             value.requires_grad_(name in state["server"]["trained"])
+        clock = self.exchange.find(Clock)
+        if clock is not None and clock.operations is not None:
+            clock.operations.begin_round()
         execution.begin_round()
         self._isolation.begin_round()
         server = self.exchange.server
