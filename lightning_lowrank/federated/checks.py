@@ -68,7 +68,6 @@ _COUNT_CLIENTS = {
     "trainer.train_dataloader": "whose length is the number of the round's clients there: read it in a local step,"
     " where it is the number of the client's batches",
 }
-_PACKAGE = f"{__name__.partition('.')[0]}."
 _EVALUATION = ("validation_", "test_", "predict_", "on_validation_", "on_test_", "on_predict_")
 
 
@@ -590,7 +589,8 @@ def resume_notes(trainer: Any, last_round: int, is_open: bool) -> list[str]:
             " learning rate may fall later than in a fit that was not stopped."
         )
     listeners = (trainer.lightning_module, *trainer.callbacks)
-    own = (each for each in listeners if not (_of_lightning(each) or type(each).__module__.startswith(_PACKAGE)))
+    ours = "lightning_lowrank."
+    own = (each for each in listeners if not (_of_lightning(each) or type(each).__module__.startswith(ours)))
     hearing = [type(each).__name__ for each in own if overrides(each, "on_train_epoch_start")]
     trains = is_open or last_round < epoch != trainer.max_epochs
     if by_step and trains and hearing:

@@ -90,7 +90,7 @@ class Rounds(OfTheRun):
         self._progress = progress
         self._processes = processes
         self._to_device = functools.partial(_to_device, device=self._module.device)
-        self._ended = self._resumed_inside = False
+        self._ended = self._reopened = False
         samples = data.divided().sizes.tolist()
         # Must precede the trial steps, which change the optimizers' attributes.
         self._optimizers = ClientOptimizers(trainer, settings)
@@ -196,7 +196,7 @@ class Rounds(OfTheRun):
         self._isolation.begin_round()
         server = self.exchange.server
         server.sync_with_module(execution.live, shown=server.model)
-        self._resumed_inside = True
+        self._reopened = True
 
     def _begin_round(self) -> None:
         plan, progress = self._data.current_plan(), self._progress
@@ -221,10 +221,10 @@ class Rounds(OfTheRun):
         plan, progress = self._data.current_plan(), self._progress
         if not progress.round_open:
             self._begin_round()
-        elif self._resumed_inside:
+        elif self._reopened:
             # Not in `resume`, after which callbacks such as DifferentialPrivacy replace the training step.
             self._local.begin_round()
-        self._resumed_inside = False
+        self._reopened = False
         number, ends_round = progress.chunk, False
         if number < len(plan.chunks) and not self._ended:
             ends_round = self._train(plan.chunks[number])

@@ -100,8 +100,8 @@ class ChannelsLast:
 def in_validation(trainer: Any, execution: Execution) -> AbstractContextManager[None]:
     """A context in which validation steps see images in channels-last format.
 
-    If a step fails with them in the sanity check, they keep their format from then on, in resumed runs too, which have
-    no sanity check.
+    If a step fails with them in the sanity check, they keep their format from then on, in resumed runs too, which may
+    have no sanity check.
     """
     own = trainer.strategy.validation_step
     changed = ChannelsLast(trainer.lightning_module).explained_step(own, "validation_step")

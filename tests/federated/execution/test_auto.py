@@ -657,7 +657,8 @@ def test_a_later_step_that_takes_views_says_what_would_do(tmp_path, monkeypatch)
     fitted = evaluating(num_sanity_val_steps=1)
     assert fitted.callback_metrics["val_loss"].isfinite()
     fitted.save_checkpoint(tmp_path / "one.ckpt")
-    assert evaluating(2, tmp_path / "one.ckpt").callback_metrics["val_loss"].isfinite()
+    resumed = evaluating(2, tmp_path / "one.ckpt", num_sanity_val_steps=0)
+    assert resumed.callback_metrics["val_loss"].isfinite()
     fitted.fit_loop.max_epochs, fitted.num_sanity_val_steps = 2, 0
     fit(fitted, fitted.lightning_module, Pictures())
     assert fitted.current_epoch == 2
