@@ -28,12 +28,11 @@ from lightning_lowrank.federated.privacy.noise import gaussian
 from lightning_lowrank.federated.privacy.samples import SampleGradients, with_gradients
 from lightning_lowrank.federated.protocols import ChangesBase, inherits
 from lightning_lowrank.federated.site import SEED_IS_KNOWN, SiteExchange
-from lightning_lowrank.federated.state import State
+from lightning_lowrank.federated.state import PRIVACY_ACCOUNT, State
 from lightning_lowrank.internals.lightning import TrainLoaderSource, log_figures
 from lightning_lowrank.internals.replaced import replaced
 from lightning_lowrank.seeding import default_seed
 
-_KEY = "privacy"
 _LOGGED_CLIENTS = 32
 
 
@@ -64,7 +63,8 @@ class DifferentialPrivacy(NeedsPoissonBatches, Configured, Callback):
 
     Without `FederatedLoop` the training loader is replaced by one of Poisson-sampled batches. With it (put this
     callback after it), each client protects its samples against everybody else, the server included. Then each client
-    has its own ε, and the run's ε is the largest of them, since clients share no sample. Between real sites each site
+    has its own ε, and the run's ε is the largest of them, since clients share no sample. Steps count also if the
+    client's answer is late or refused, since the server may have received it. Between real sites each site
     counts its own ε in its file, and refuses a round that would pass ``target_epsilon``.
 
     Each epoch or round logs ``privacy/epsilon``, and of up to 32 clients ``privacy/epsilon/<client>``. The fit ends
@@ -306,7 +306,7 @@ class DifferentialPrivacy(NeedsPoissonBatches, Configured, Callback):
         open_clients = self._loop.rounds.execution.clients
         state = next((each.state for each in open_clients if each.id == client), None)
         state = self._loop.exchange.states[client] if state is None else state
-        return state.setdefault(_KEY, {}) if store else state.get(_KEY, {})
+        return state.setdefault(PRIVACY_ACCOUNT, {}) if store else state.get(PRIVACY_ACCOUNT, {})
 
     def steps_of(self, client: int = 0) -> int:
         """Number of private steps that a client has made in all."""

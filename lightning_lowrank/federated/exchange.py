@@ -29,7 +29,7 @@ from lightning_lowrank.federated.privacy.mean import Drawing, PrivateMean
 from lightning_lowrank.federated.protocols import UnequalClients
 from lightning_lowrank.federated.settings import FederatedSettings
 from lightning_lowrank.federated.stages import RoundStage
-from lightning_lowrank.federated.state import ClientContext, ClientInfo, Server, State
+from lightning_lowrank.federated.state import PRIVACY_ACCOUNT, ClientContext, ClientInfo, Server, State
 from lightning_lowrank.federated.wire import Answer, Wire
 
 Stage = TypeVar("Stage", bound=RoundStage)
@@ -227,10 +227,13 @@ class Exchange(ABC):
     def drop(self, client: int, state: State, error: Exception) -> None:
         """Continue without a client that failed, and restore its ``state`` of before the round.
 
+        Its privacy account stays, because the server may have its message.
+
         Raises:
             MisconfigurationException: If too few clients are left.
         """
-        self.states[client] = state
+        account = self.states[client].get(PRIVACY_ACCOUNT)
+        self.states[client] = state if account is None else {**state, PRIVACY_ACCOUNT: account}
         self._received.pop(client, None)
         self.answers.fail(client, error)
 

@@ -21,6 +21,8 @@ BufferPolicy = Literal["average", "local", "reset"]
 
 State = dict[str, Any]
 """Further state, by purpose: tensors and plain Python in nested dictionaries, so that checkpoints can hold it."""
+PRIVACY_ACCOUNT = "privacy"
+"""Name of the entry of a client's state that counts its private steps, which a dropped answer does not undo."""
 
 
 def trained_tensors(module: nn.Module) -> dict[str, Tensor]:

@@ -318,12 +318,23 @@ LOSING = [
 @pytest.mark.parametrize(("names", "losing"), sampled(LOSING))
 @pytest.mark.slow
 def test_whatever_loses_a_client_is_the_same(names, losing):
-    """A late answer, one with a number that is not finite, and one that a stage refuses: nothing is kept of them."""
+    """Of a late, a refused and a not finite answer nothing is kept but the cost of its private steps."""
     expected = run(without(names, losing, "refused"))
     assert_same(run(names).weights, expected.weights)
     assert run(names).traffic == expected.traffic
     for execution in executions_of(names):
-        assert LOST not in run(names, **{} if execution == "sequential" else {"execution": execution}).keeping
+        keeping = run(names, **{} if execution == "sequential" else {"execution": execution}).keeping
+        assert (LOST in keeping) == ("private samples" in names)
+
+
+@pytest.mark.parametrize("losing", ["late", "refused"])
+@pytest.mark.slow
+def test_answers_without_effect_cost_privacy(losing):
+    """The server has the message of a late or refused answer."""
+    names = (losing, "private samples")
+    private = [figures(logged, "privacy/") for logged in run(without(names, losing)).logged]
+    assert private[1][f"privacy/epsilon/{LOST}"] > private[0][f"privacy/epsilon/{LOST}"] > 0
+    assert [figures(logged, "privacy/") for logged in run(names).logged] == private
 
 
 @pytest.mark.parametrize("names", few(POSSIBLE, 11, 11))

@@ -41,7 +41,7 @@ from lightning_lowrank.federated.exchange import Parts
 from lightning_lowrank.federated.messages import Message
 from lightning_lowrank.federated.protocols import inherits
 from lightning_lowrank.federated.stages import Arrival
-from lightning_lowrank.federated.state import ClientInfo
+from lightning_lowrank.federated.state import PRIVACY_ACCOUNT, ClientInfo
 from lightning_lowrank.internals.lightning import (
     StepCounts,
     checkpoint_schedule,
@@ -333,6 +333,7 @@ class _Share:
         arrivals: The clients that answered.
         end: The schedulers' position after the longest client.
         failed: Clients that failed, and why.
+        accounts: The failed clients' privacy accounts.
         stages: The result of `RoundStage.counted` of each stage.
     """
 
@@ -340,6 +341,7 @@ class _Share:
     arrivals: list[_Announced]
     end: Any
     failed: dict[int, str]
+    accounts: dict[int, Any]
     stages: list[Any]
 
 
@@ -401,10 +403,13 @@ class SharedCoordinator(Coordinator):
             names = None if self._streams else list(each.message.tensors)
             arrivals.append(_Announced(each.client, each.weight, names, state, _layout_of(tensors)))
         self._arrivals = []
-        share = _Share(
-            counts, arrivals, optimizers.end, self.answers.failed, [stage.counted() for stage in self.stages]
-        )
+        failed = self.answers.failed
+        # A failed client has the state of before the round, but for this.
+        accounts = {client: self.states[client].get(PRIVACY_ACCOUNT) for client in failed}
+        share = _Share(counts, arrivals, optimizers.end, failed, accounts, [stage.counted() for stage in self.stages])
         shares: list[_Share] = self._strategy.gather(share)
+        for number, account in (entry for each in shares for entry in each.accounts.items() if entry[1]):
+            self.states[number][PRIVACY_ACCOUNT] = account
         self.answers.failed = dict(sorted(entry for each in shares for entry in each.failed.items()))
         self.answers.answered = [arrival.client.id for each in shares for arrival in each.arrivals]
         self.answers.check(len(self.answers.answered))

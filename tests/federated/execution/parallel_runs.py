@@ -203,7 +203,7 @@ def _fedmud(**arguments: Any) -> dict[str, Any]:
 def _parts(names: tuple[str, ...]) -> dict[str, Any]:
     settings = settings_of(*names) or {}
     renamed = {"module": settings.pop("module", Module)(), "callbacks": settings.pop("before", [])}
-    return {"partition": PARTITION, **settings, **renamed}
+    return {"partition": PARTITION, "callbacks_after": settings.pop("after", []), **settings, **renamed}
 
 
 class Median(KeepsArrivals):
