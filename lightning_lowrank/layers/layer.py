@@ -38,6 +38,7 @@ from lightning_lowrank.internals.torch import (
     COMPILED,
     TABLES,
     has_hooks,
+    is_transformed,
     own_buffers,
     own_children,
     own_parameters,
@@ -49,6 +50,7 @@ from lightning_lowrank.layers.settings import Compute, LayerSettings, Role, upda
 from lightning_lowrank.seeding import generator
 
 _REMEMBERED_CASES = 256
+_COMPARED_READS = 8
 
 _Layer = TypeVar("_Layer", bound="LowRankLayer")
 
@@ -137,6 +139,7 @@ class LowRankLayer(nn.Module):
     train_base: bool
     _contracted: dict[tuple[Any, ...], bool]
     _written = False
+    _reads = 0
     _merged_of: dict[int, int]
 
     def __init__(self, *arguments: object, **keywords: object) -> None:
@@ -300,16 +303,20 @@ class LowRankLayer(nn.Module):
     def weight(self) -> Tensor:
         """The effective dense weight, composed at each use unless the layer is merged.
 
-        Read-only: an in-place write is lost, and the next call of `forward` raises.
+        Read-only: an in-place write is lost, and the next call of `forward` raises. Torch does not count writes into
+        ``weight.data``, so that these are found in the first reads alone, and an assignment to it is not.
         """
         if self._is_merged():
             assert self.merged_weight is not None
             return self.merged_weight
         found = self._composed()
-        # If the composed weight has a gradient, torch itself refuses in-place writes or records them in the graph.
-        if not torch.is_grad_enabled() and not torch.compiler.is_compiling() and type(found) is Tensor:
+        if not torch.compiler.is_compiling() and type(found) is Tensor:
+            values = None
+            if self._reads < _COMPARED_READS and not is_transformed(found) and not found.is_meta:
+                self._reads += 1
+                values = found.detach().clone()
             # A view shares the version counter, and keeps it readable after the tensor is freed.
-            finalize(found, _note_writing, ref(self), found.detach(), version_of(found))
+            finalize(found, _note_writing, ref(self), found.detach(), version_of(found), values)
         return found
 
     def _composed(self) -> Tensor:
@@ -764,8 +771,10 @@ def keep_frozen(model: nn.Module) -> None:
             layer.frozen_weight.requires_grad_(False)
 
 
-def _note_writing(layer: ref[LowRankLayer], alias: Tensor, version: int) -> None:
+def _note_writing(layer: ref[LowRankLayer], alias: Tensor, version: int, values: Tensor | None) -> None:
     """Make a layer refuse its next call if its composed weight was written into, because the write is lost."""
     found = layer()
-    if found is not None and version_of(alias) != version:
+    if found is None:
+        return
+    if version_of(alias) != version or not (values is None or torch.allclose(alias, values, 0.0, 0.0, equal_nan=True)):
         found._written = True
