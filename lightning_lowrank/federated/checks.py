@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import inspect
 import types
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import chain
 from typing import Any
 
@@ -68,6 +68,8 @@ _COUNT_CLIENTS = {
     "trainer.train_dataloader": "whose length is the number of the round's clients there: read it in a local step,"
     " where it is the number of the client's batches",
 }
+_IN_STEPS = ("training_step", "forward", "__init__", "reset_parameters")
+_LIBRARIES = ("builtins.", "torch.", "lightning.", "pytorch_lightning.", "lightning_lowrank.")
 _EVALUATION = ("validation_", "test_", "predict_", "on_validation_", "on_test_", "on_predict_")
 
 
@@ -654,16 +656,34 @@ def _readers_of(module: pl.LightningModule, attribute: str) -> list[str]:
     for kind in type(module).__mro__:
         if issubclass(pl.LightningModule, kind):
             continue
-        for name, member in vars(kind).items():
-            function = inspect.unwrap(getattr(member, "__func__", None) or getattr(member, "fget", None) or member)
-            if not isinstance(function, types.FunctionType) or name.startswith(_EVALUATION):
-                continue
+        for name, function in _methods(kind):
             # In configure_optimizers(), attributes of the trainer have the values of one client; see `ScheduleLength`.
             if name == "configure_optimizers" and attribute != "global_step":
                 continue
-            if names <= _mentioned(function.__code__):
+            if not name.startswith(_EVALUATION) and names <= _mentioned(function.__code__):
                 found.append(name)
     return found
+
+
+def readers_after_steps(trainer: Any, attribute: str) -> list[str]:
+    """The methods of the user's modules and callbacks that name an attribute, and may run outside of training steps."""
+    objects = (*trainer.lightning_module.modules(), *trainer.callbacks)
+    kinds = dict.fromkeys(kind for each in objects for kind in type(each).__mro__)
+    return [
+        f"{kind.__name__}.{name}"
+        for kind in kinds
+        if not f"{kind.__module__}.".startswith(_LIBRARIES)
+        for name, function in _methods(kind)
+        if name not in _IN_STEPS and attribute in _mentioned(function.__code__)
+    ]
+
+
+def _methods(kind: type) -> Iterator[tuple[str, types.FunctionType]]:
+    """The functions of a class's own methods and properties, by name."""
+    for name, member in vars(kind).items():
+        function = inspect.unwrap(getattr(member, "__func__", None) or getattr(member, "fget", None) or member)
+        if isinstance(function, types.FunctionType):
+            yield name, function
 
 
 def _mentioned(code: types.CodeType) -> set[str]:

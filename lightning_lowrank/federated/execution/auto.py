@@ -14,6 +14,7 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
 from rich.console import Console
 
+from lightning_lowrank.federated.checks import readers_after_steps
 from lightning_lowrank.federated.data.planner import Chunk
 from lightning_lowrank.federated.data.round_loader import RoundLoader
 from lightning_lowrank.federated.data.sampling import NeedsPoissonBatches
@@ -303,8 +304,8 @@ def time_both(
         Seconds of a client's step, with clients one after another and with clients together.
 
     Raises:
-        MisconfigurationException: If the training step cannot be mapped over clients, or the module holds an object
-            that cannot be restored.
+        MisconfigurationException: If the training step cannot be mapped over clients or leaves values that code outside
+            of it may read, or the module holds an object that cannot be restored.
     """
     with trial(trainer, loader, chunk, _TRIED_STEPS) as (together, alone):
         count = len(chunk.clients)
@@ -317,6 +318,13 @@ def time_both(
             )
         finally:
             stack.close()
+        for name in stack.left:
+            readers = readers_after_steps(trainer, name.rpartition(".")[2])
+            if readers:
+                raise CannotMap(
+                    f"it leaves clients' values in {name}, which {readers[0]}() may read (if it does not, ask for"
+                    " execution='vectorized')"
+                )
         one_by_one = _seconds(trainer, module, alone, lambda step: None)
     together = [seconds / chunk.active(step) for step, seconds in enumerate(in_chunk)]
     return _settled(one_by_one), _settled(together)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -23,7 +23,9 @@ from lightning_lowrank.federated.leaks import as_code, plain_entries, reachable
 from lightning_lowrank.internals.replaced import replaced
 from lightning_lowrank.internals.torch import TorchDispatchMode, is_mapped, is_transformed, own_buffers, writes
 
-_WATCHED_STEPS = 2
+_SIMPLE = (Tensor, str, int, float, type(None))
+_TABLES = ("_modules", "_parameters", "_buffers")
+WATCHED_STEPS = 2
 """A number that a step stores once, such as a size, changes in the first one at most."""
 
 
@@ -56,7 +58,7 @@ def _is_transformed(value: Any) -> bool:
 class MappedStepGuard:
     """Refuses changes that clients' first common steps make to the shared module.
 
-    Refused are updates of metrics, values of clients in containers, assigned buffers outside of the state dict, and
+    Refused are updates of metrics, values of clients in lists and sets, assigned buffers outside of the state dict, and
     numbers that each step changes. A client's value in an attribute is refused when it is read after the step.
 
     Args:
@@ -74,14 +76,19 @@ class MappedStepGuard:
         self.reads_of_each = False
         self._module = module
         self._mapped_steps, self._compared = 0, 0
-        self._replaced: list[tuple[dict[str, Any], str, str]] = []
+        self._left = LeftTensors(module, _is_of_clients, _refuse_reading)
         self._updates = {id(metric): metric.update_count for _, metric in self._metrics()}
         self._numbers: dict[str, Any] = {}
 
     @property
     def settled(self) -> bool:
         """Whether enough steps have been watched."""
-        return self._mapped_steps >= _WATCHED_STEPS
+        return self._mapped_steps >= WATCHED_STEPS
+
+    @property
+    def left(self) -> list[str]:
+        """The names of the attributes in which steps have left clients' values."""
+        return self._left.names
 
     def updated_metric(self) -> str:
         """The name and class of a metric that steps have updated; empty if there is none."""
@@ -93,20 +100,22 @@ class MappedStepGuard:
 
     def before_step(self) -> None:
         """Record the module's numbers before a step; the method may have set some for this step."""
-        if self._compared < _WATCHED_STEPS:
+        if self._compared < WATCHED_STEPS:
             self._numbers = numbers_of(self._module)
 
     def after_part(self) -> None:
         """Refuse changes made by the steps of one group of clients, whose batches have one form."""
         if not self.settled:
             self._refuse_changes()
-        for table, key, name in self._replaced:
-            if _is_of_clients(table.get(key)):
-                table[key] = _placeholder(name)
+        self._left.replace()
+
+    def after_last_step(self) -> None:
+        """Remove the values that the chunk's last client has left where clients that step together leave theirs."""
+        self._left.replace(of_one=True)
 
     def after_step(self, mapped: bool = True) -> None:
         """Refuse numbers of the module that change in each step; ``mapped`` says whether the step ran in vmap."""
-        if self._compared < _WATCHED_STEPS:
+        if self._compared < WATCHED_STEPS:
             changed = changed_number(self._numbers, numbers_of(self._module))
             if changed and self._compared:
                 raise CannotMap(changed)
@@ -117,20 +126,17 @@ class MappedStepGuard:
         metric = self.updated_metric()
         if metric:
             raise CannotMap(metric_update_reason(metric))
-        for name, item in reachable("self", self._module):
-            if isinstance(item, (list, set, deque)) and any(map(_is_of_clients, item)):
+        for name, item, keys in self._left.find():
+            if not isinstance(item, dict):
                 raise CannotMap(
                     f"it stores clients' values in {as_code(name)}, where they have no meaning after the step; log"
                     " them, or clear it at the end of the step"
                 )
-            if isinstance(item, dict):
-                found = [key for key, value in item.items() if _is_of_clients(value)]
-                if found and name.endswith("._buffers"):
-                    raise CannotMap(
-                        f"it replaces the buffer {as_code(f'{name}.{found[0]}')}, which is not persistent and"
-                        " therefore shared by all clients; register it with persistent=True"
-                    )
-                self._replaced += [(item, key, as_code(f"{name}.{key}")) for key in found]
+            if name.endswith("._buffers"):
+                raise CannotMap(
+                    f"it replaces the buffer {as_code(f'{name}.{keys[0]}')}, which is not persistent and"
+                    " therefore shared by all clients; register it with persistent=True"
+                )
 
 
 def numbers_of(module: nn.Module) -> dict[str, Any]:
@@ -152,24 +158,125 @@ def _is_of_clients(value: Any) -> bool:
     return isinstance(value, Tensor) and is_mapped(value)
 
 
-class _Placeholder(Tensor):
-    """A placeholder for a client's value that a step left in an attribute; any use raises `CannotMap`."""
+def _refuse_reading(name: str) -> CannotMap:
+    return CannotMap(f"{name} is set in a step and read after it, but all clients share it")
 
-    place: str
+
+class LeftTensors:
+    """Finds the tensors that steps leave in a module, and replaces them by placeholders that refuse to be read.
+
+    Args:
+        module: The module.
+        is_left: Whether a value is such a tensor.
+        refuse: Returns the error for a read, given the name of the attribute.
+    """
+
+    def __init__(self, module: nn.Module, is_left: Callable[[Any], bool], refuse: Callable[[str], Exception]) -> None:
+        self._module, self._is_left, self._refuse = module, is_left, refuse
+        self._entries: list[tuple[dict[Any, Any], Any, str]] = []
+        self._places: set[str] = set()
+
+    @property
+    def names(self) -> list[str]:
+        """The names of the attributes and entries in which such tensors were found."""
+        return [as_code(name) for _, _, name in self._entries]
+
+    def find(self) -> Iterator[tuple[str, Any, list[Any]]]:
+        """Look through the module; yield the name of each container, the container, and the keys of a dictionary.
+
+        Lists and sets may grow with each step. A dictionary's entry, such as an attribute, is found as a whole.
+        """
+        parts: set[int] = set()
+        for name, item in reachable("self", self._module):
+            if isinstance(item, (list, set, deque)) and any(self._found(name, each) for each in item):
+                yield name, item, []
+            if isinstance(item, dict) and id(item) not in parts:
+                found = {key: self._found(f"{name}.{key}", value) for key, value in item.items() if key not in _TABLES}
+                keys = [key for key, names in found.items() if names]
+                if keys:
+                    yield name, item, keys
+                self._entries += [(item, key, f"{name}.{key}") for key in keys]
+                self._places.update(*found.values())
+                # The next step may replace the entry with all that is inside of it.
+                parts |= {id(each) for key in keys for _, each in _inside("", item[key])}
+
+    def _found(self, name: str, value: Any) -> list[str]:
+        """The names of such tensors in a value."""
+        if isinstance(value, _SIMPLE):
+            return [name] if self._is_left(value) else []
+        return [place for place, each in _inside(name, value) if self._is_left(each)]
+
+    def replace(self, of_one: bool = False) -> None:
+        """Put placeholders into the entries that `find` has found.
+
+        Args:
+            of_one: Also for other tensors in the places where such tensors were found.
+        """
+        for table, key, name in self._entries:
+            if key in table:
+                make = functools.partial(_placeholder, as_code(name), self._refuse)
+                table[key] = self._replaced(name, table[key], make, self._places if of_one else set())
+
+    def _replaced(self, name: str, value: Any, make: Callable[[], Tensor], places: Collection[str]) -> Any:
+        """The value with placeholders in it; containers except for tuples are changed in place."""
+        value = self._rebuilt(name, value, make, places)
+        for place, item in [] if isinstance(value, _SIMPLE) else list(_inside(name, value)):
+            pairs: Iterable[tuple[Any, Any]] = ()
+            if isinstance(item, dict):
+                pairs = list(item.items())
+            elif isinstance(item, (list, deque)):
+                pairs = enumerate(item)
+            elif isinstance(item, set) and any(map(self._is_left, item)):
+                left = set(filter(self._is_left, item))
+                item -= left
+                item |= {make() for _ in left}
+            for key, each in pairs:
+                changed = self._rebuilt(f"{place}.{key}", each, make, places)
+                if changed is not each:
+                    item[key] = changed
+        return value
+
+    def _rebuilt(self, name: str, value: Any, make: Callable[[], Tensor], places: Collection[str]) -> Any:
+        """A placeholder for a tensor, a tuple with placeholders, or the value itself."""
+        if isinstance(value, Tensor):
+            is_left = self._is_left(value) or (name in places and not isinstance(value, (_Placeholder, nn.Parameter)))
+            return make() if is_left else value
+        if not isinstance(value, tuple):
+            return value
+        entries = [self._rebuilt(f"{name}.{place}", each, make, places) for place, each in enumerate(value)]
+        if all(one is other for one, other in zip(entries, value, strict=True)):
+            return value
+        return type(value)(*entries) if hasattr(value, "_fields") else type(value)(entries)
+
+
+def _inside(name: str, value: Any) -> Iterator[tuple[str, Any]]:
+    """A value and all that it holds, with names, except for modules."""
+    return reachable(name, value, lambda item: isinstance(item, nn.Module))
+
+
+class _Placeholder(Tensor):
+    """A placeholder for a tensor that a step left in an attribute; any use raises an error."""
+
+    error: functools.partial[Exception]
+    grad_fn = None
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
+        return self
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return _placeholder, (*self.error.args, self.error.func)
 
     @classmethod
     def __torch_function__(
         cls, function: Any, types: Any, arguments: tuple[Any, ...] = (), keywords: Mapping[str, Any] | None = None
     ) -> Any:
-        values = [*arguments, *(keywords or {}).values()]
-        values += [each for value in values if isinstance(value, (list, tuple)) for each in value]
-        name = next((value.place for value in values if isinstance(value, _Placeholder)), "an attribute")
-        raise CannotMap(f"{name} is set in one step and read in a later one, but all clients share it")
+        read = next(item for _, item in _inside("", (arguments, keywords)) if isinstance(item, _Placeholder))
+        raise read.error()
 
 
-def _placeholder(name: str) -> Tensor:
+def _placeholder(name: str, refuse: Callable[[str], Exception]) -> Tensor:
     tensor = torch.empty(0).as_subclass(_Placeholder)
-    tensor.place = name
+    tensor.error = functools.partial(refuse, name)
     return tensor
 
 

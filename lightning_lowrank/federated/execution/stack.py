@@ -170,6 +170,11 @@ class ClientStack(OfTheRun):
                     group["stacked"] = True
         forget_states()
 
+    @property
+    def left(self) -> list[str]:
+        """The names of the attributes in which steps have left clients' values."""
+        return self._guard.left
+
     def client(self, index: int) -> dict[str, Tensor]:
         """One client's values by name, as views into the stacks."""
         return {name: stack[index] for name, stack in self.values.items()}
@@ -222,6 +227,7 @@ class ClientStack(OfTheRun):
     def close(self) -> None:
         """Restore the optimizers' parameters and the module's methods."""
         self._ends.close()
+        self._guard.after_last_step()
 
     def training_step(self, parts: Parts, batch_idx: int = 0) -> Tensor:
         """The sum of the losses of all clients in a chunk's batch; its gradient gives each client that of its own loss.

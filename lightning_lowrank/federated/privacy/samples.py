@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -16,12 +17,12 @@ from torchmetrics import Metric
 
 from lightning_lowrank.arguments import join_names
 from lightning_lowrank.federated.execution.compiled import tensors_in
-from lightning_lowrank.federated.execution.mapped_leaks import MappedTensors
+from lightning_lowrank.federated.execution.mapped_leaks import WATCHED_STEPS, LeftTensors, MappedTensors
 from lightning_lowrank.federated.execution.stack import LOGGED_AGAIN, captured_logs
 from lightning_lowrank.federated.execution.why_not import cause_of
 from lightning_lowrank.federated.leaks import ChangedTensors
 from lightning_lowrank.federated.objective import loss_of
-from lightning_lowrank.internals.torch import as_rows, recurrent_weights_kept
+from lightning_lowrank.internals.torch import as_rows, is_transformed, recurrent_weights_kept
 from lightning_lowrank.internals.transformers import without_value_checks
 
 Logged = dict[str, Tensor]
@@ -64,7 +65,9 @@ class SampleGradients:
         self._at_once = at_once
         self._further = further
         self._mapped = True
+        self._mapped_steps = 0
         self._mapped_tensors = MappedTensors(module)
+        self._left = LeftTensors(module, _is_of_samples, _refuse_reading)
 
     def clipped(
         self, names: Iterable[str], batch: Any, size: int, clip: float, arguments: Sequence[Any] = ()
@@ -157,12 +160,14 @@ class SampleGradients:
                 gradients, (losses, logged) = vmap(
                     grad(of_one, has_aux=True), in_dims=(None, 0), randomness="different"
                 )(dict(parameters), list(tensors))
+                self._hide_left()
                 return gradients, losses, logged
             except MisconfigurationException:
                 self._mapped_tensors.remove()
                 raise
             except (RuntimeError, ValueError, NotImplementedError, TypeError) as error:
                 self._mapped_tensors.remove()
+                self._hide_left()
                 self._mapped = False
                 rank_zero_warn(
                     f"DifferentialPrivacy: training_step cannot be mapped over samples: {cause_of(error)}. It is called"
@@ -183,6 +188,13 @@ class SampleGradients:
         logged = {name: torch.stack([values[name] for _, (_, values) in found if name in values]) for name in names}
         return stacked, torch.stack([loss for _, (loss, _) in found]), logged
 
+    def _hide_left(self) -> None:
+        """Replace the tensors that a mapped step has left in the module; they have no values outside of it."""
+        if self._mapped_steps < WATCHED_STEPS:
+            self._mapped_steps += 1
+            deque(self._left.find(), maxlen=0)
+        self._left.replace()
+
     def _guarded(self) -> dict[str, Tensor]:
         return {**dict(self._module.named_buffers()), **self._further()}
 
@@ -199,6 +211,17 @@ class SampleGradients:
                 f"DifferentialPrivacy clips gradients, and training_step also changes {join_names(changed)}, which uses"
                 " values of samples without clipping: leave such buffers and metrics out of the training step."
             )
+
+
+def _is_of_samples(value: Any) -> bool:
+    return isinstance(value, Tensor) and is_transformed(value)
+
+
+def _refuse_reading(name: str) -> MisconfigurationException:
+    return MisconfigurationException(
+        f"DifferentialPrivacy maps training_step over the samples of a batch, and {name}, which it sets, is read after"
+        " it, where it has no value: log the value in the step by self.log(), or do not read it."
+    )
 
 
 def _precise(value: Tensor) -> torch.dtype:
