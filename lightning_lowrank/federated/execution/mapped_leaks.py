@@ -27,6 +27,7 @@ _SIMPLE = (Tensor, str, int, float, type(None))
 _TABLES = ("_modules", "_parameters", "_buffers")
 WATCHED_STEPS = 2
 """A number that a step stores once, such as a size, changes in the first one at most."""
+_WATCHED_CHUNKS = 2
 
 
 class MappedTensors:
@@ -64,6 +65,7 @@ class MappedStepGuard:
     Args:
         module: The user's module, before the first step.
         silent: Whether nothing is said of batches that differ.
+        chosen: Whether ``execution='auto'`` chose that clients step together.
 
     Attributes:
         mapped: Whether steps can be mapped over clients, as far as is known.
@@ -71,12 +73,13 @@ class MappedStepGuard:
         warned_of_batches: Whether the user was warned of batches that cannot be stacked.
     """
 
-    def __init__(self, module: nn.Module, silent: bool = False) -> None:
+    def __init__(self, module: nn.Module, silent: bool = False, chosen: bool = False) -> None:
         self.silent, self.mapped, self.warned_of_batches = silent, True, silent
         self.reads_of_each = False
         self._module = module
-        self._mapped_steps, self._compared = 0, 0
-        self._left = LeftTensors(module, _is_of_clients, _refuse_reading)
+        self._mapped_steps, self._compared, self._ended = 0, 0, 0
+        self._chosen = chosen
+        self._left = LeftTensors(module, _is_of_clients, functools.partial(_refuse_reading, chosen=chosen))
         self._updates = {id(metric): metric.update_count for _, metric in self._metrics()}
         self._numbers: dict[str, Any] = {}
 
@@ -110,7 +113,10 @@ class MappedStepGuard:
         self._left.replace()
 
     def after_last_step(self) -> None:
-        """Remove the values that the chunk's last client has left where clients that step together leave theirs."""
+        """Replace all that a chunk's clients have left, also what was first left after the watched steps."""
+        if self._ended < _WATCHED_CHUNKS:
+            self._ended += 1
+            deque(self._left.find(), maxlen=0)
         self._left.replace(of_one=True)
 
     def after_step(self, mapped: bool = True) -> None:
@@ -118,24 +124,26 @@ class MappedStepGuard:
         if self._compared < WATCHED_STEPS:
             changed = changed_number(self._numbers, numbers_of(self._module))
             if changed and self._compared:
-                raise CannotMap(changed)
+                raise CannotMap(changed, self._chosen)
             self._compared += 1
         self._mapped_steps += mapped
 
     def _refuse_changes(self) -> None:
         metric = self.updated_metric()
         if metric:
-            raise CannotMap(metric_update_reason(metric))
+            raise CannotMap(metric_update_reason(metric), self._chosen)
         for name, item, keys in self._left.find():
             if not isinstance(item, dict):
                 raise CannotMap(
                     f"it stores clients' values in {as_code(name)}, where they have no meaning after the step; log"
-                    " them, or clear it at the end of the step"
+                    " them, or clear it at the end of the step",
+                    self._chosen,
                 )
             if name.endswith("._buffers"):
                 raise CannotMap(
                     f"it replaces the buffer {as_code(f'{name}.{keys[0]}')}, which is not persistent and"
-                    " therefore shared by all clients; register it with persistent=True"
+                    " therefore shared by all clients; register it with persistent=True",
+                    self._chosen,
                 )
 
 
@@ -158,8 +166,8 @@ def _is_of_clients(value: Any) -> bool:
     return isinstance(value, Tensor) and is_mapped(value)
 
 
-def _refuse_reading(name: str) -> CannotMap:
-    return CannotMap(f"{name} is set in a step and read after it, but all clients share it")
+def _refuse_reading(name: str, chosen: bool) -> CannotMap:
+    return CannotMap(f"{name} is set in a step and read after it, but all clients share it", chosen)
 
 
 class LeftTensors:
@@ -204,6 +212,9 @@ class LeftTensors:
         """The names of such tensors in a value."""
         if isinstance(value, _SIMPLE):
             return [name] if self._is_left(value) else []
+        if isinstance(value, (dict, set)) and not value:
+            # As most tables of hooks are.
+            return []
         return [place for place, each in _inside(name, value) if self._is_left(each)]
 
     def replace(self, of_one: bool = False) -> None:
@@ -264,7 +275,8 @@ class _Placeholder(Tensor):
         return self
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        return _placeholder, (*self.error.args, self.error.func)
+        refuse = functools.partial(self.error.func, **self.error.keywords)
+        return _placeholder, (*self.error.args, refuse)
 
     @classmethod
     def __torch_function__(

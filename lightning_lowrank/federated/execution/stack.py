@@ -465,7 +465,10 @@ class ClientStack(OfTheRun):
             yield
             for table, key, name in self._homes:
                 if key not in table:
-                    raise CannotMap(f"it removes {name} from its module, as adding or removing a parametrization does")
+                    raise CannotMap(
+                        f"it removes {name} from its module, as adding or removing a parametrization does",
+                        self._falls_back,
+                    )
                 if table[key] is not values[name]:
                     # Some steps assign a new buffer instead of changing it in place.
                     with torch.no_grad():

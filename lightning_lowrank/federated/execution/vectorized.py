@@ -172,7 +172,7 @@ class Vectorized(Execution):
 
     def _new_stack(self, count: int) -> ClientStack:
         run = self._run_objective if self.changes_objective else None
-        self._guard = self._guard or MappedStepGuard(self.module)
+        self._guard = self._guard or MappedStepGuard(self.module, chosen=self.settings.execution == "auto")
         return ClientStack(
             self.trainer,
             self.module,

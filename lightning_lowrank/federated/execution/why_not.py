@@ -95,13 +95,18 @@ def metric_update_reason(metric: str) -> str:
 class CannotMap(MisconfigurationException):
     """Raised for a training step that cannot be mapped over clients, with the cause.
 
+    Args:
+        cause: The cause.
+        chosen: Whether ``execution='auto'`` chose that clients step together.
+
     Attributes:
         reason: The refusal and its reason, without an alternative to ``execution='vectorized'``.
     """
 
-    def __init__(self, cause: str) -> None:
+    def __init__(self, cause: str, chosen: bool = False) -> None:
         self.reason = f"execution='vectorized' cannot map training_step over clients: {cause}"
-        super().__init__(f"{self.reason}. Use execution='sequential', or 'auto', which falls back to it.")
+        other = "" if chosen else ", or 'auto', which falls back to it"
+        super().__init__(f"{self.reason}. Use execution='sequential'{other}.")
 
 
 @runtime_checkable

@@ -11,7 +11,8 @@ import torch
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import Tensor, nn
 
-from lightning_lowrank import DifferentialPrivacy, FedAvg, FederatedLoop
+from lightning_lowrank import DifferentialPrivacy, FedAvg, FederatedLoop, FromIndices
+from lightning_lowrank.federated.execution import auto
 from lightning_lowrank.federated.execution.mapped_leaks import LeftTensors
 from tests.federated.execution.runs import assert_close, run
 from tests.grids import daily
@@ -51,6 +52,14 @@ LAST = {
 """Steps that leave their own loss."""
 
 
+LATER = {
+    f"later, {name}": lambda self, loss, leave=leave: leave(self, loss) if self.trainer.global_step >= 3 else None
+    for name, leave in {**GROWING, **LAST}.items()
+}
+"""Steps that leave their loss from the fourth one on, when no step is watched."""
+
+
+EVEN = FromIndices([range(24), range(24, 48)])
 KEPT = ("outputs", "named", "queue", "last", "held", "cache")
 
 
@@ -112,6 +121,16 @@ def test_clients_that_step_together_refuse_it(tmp_path, name):
         # With 2, the fifth client trains without others.
         with pytest.raises(MisconfigurationException, match=said):
             run(tmp_path, "vectorized", chunk_size=chunk_size, **settings)
+
+
+@daily("later, tuples-auto", "later, a dictionary-vectorized")
+@pytest.mark.parametrize("execution", ["auto", "vectorized"])
+@pytest.mark.parametrize("name", LATER)
+def test_clients_that_step_together_refuse_to_read_what_a_later_step_leaves(tmp_path, monkeypatch, name, execution):
+    monkeypatch.setattr(auto, "time_both", lambda *given: (2.0, 1.0))
+    with pytest.raises(MisconfigurationException, match="read after it") as refused:
+        run(tmp_path, execution, module=lambda: Reads(LATER[name]), partition=EVEN, local_epochs=2)
+    assert ("'auto'" in str(refused.value)) == (execution == "vectorized")
 
 
 @daily("a dictionary")
