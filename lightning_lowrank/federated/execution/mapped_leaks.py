@@ -269,7 +269,11 @@ class _Placeholder(Tensor):
     """A placeholder for a tensor that a step left in an attribute; any use raises an error."""
 
     error: functools.partial[Exception]
+    # `Isolation` asks each tensor for it.
     grad_fn = None
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
+        return f"<no value of {self.error.args[0]}>"
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
         return self

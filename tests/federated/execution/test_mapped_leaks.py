@@ -198,3 +198,4 @@ def test_placeholders_are_put_where_tensors_were_left():
         with pytest.raises(ValueError, match=rf"not self\.{name}"):
             torch.stack([kept, value])
     assert isinstance(module.weight, nn.Parameter)
+    assert repr(module.listed) == f"[{kept}, (<no value of self.listed>, 5)]"
