@@ -343,13 +343,17 @@ class Runs:
 def final_trials(table: Table, options: argparse.Namespace) -> Iterable[tuple[Trial, int]]:
     """The runs of the table, with the budget that each is for."""
     for setting in options.settings:
-        for method in options.methods:
-            for share in options.budgets:
-                rate = table.rate(method, share)
-                if rate is None:
-                    continue
-                for seed in options.seeds:
-                    yield Trial(setting, method, rate, seed, False), share
+        yield from _final_of(table, setting, options)
+
+
+def _final_of(table: Table, setting: str, options: argparse.Namespace) -> Iterable[tuple[Trial, int]]:
+    for method in options.methods:
+        for share in options.budgets:
+            rate = table.rate(method, share)
+            if rate is None:
+                continue
+            for seed in options.seeds:
+                yield Trial(setting, method, rate, seed, False), share
 
 
 # The page
@@ -382,7 +386,8 @@ def _command(options: argparse.Namespace) -> str:
 
 
 def _accuracies(table: Table, setting: str, options: argparse.Namespace) -> Iterable[str]:
-    shares = sorted(options.budgets, reverse=True)
+    measured = {share for trial, share in _final_of(table, setting, options) if table.ran(trial, share)}
+    shares = sorted(measured or options.budgets, reverse=True)
     yield (
         "| method | overlays | kB a round | idle | "
         + " | ".join(f"R/{share} | rate" for share in shares)
