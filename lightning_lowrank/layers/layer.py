@@ -138,8 +138,8 @@ class LowRankLayer(nn.Module):
     folded: bool
     train_base: bool
     _contracted: dict[tuple[Any, ...], bool]
-    _written = False
-    _reads = 0
+    _written: bool = False
+    _reads: int = 0
     _merged_of: dict[int, int]
 
     def __init__(self, *arguments: object, **keywords: object) -> None:

@@ -83,6 +83,8 @@ def test_a_recovered_model_knows_nothing_of_this_package(settings):
     model = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Conv1d(8, 8, 3), nn.MultiheadAttention(8, 2))
     convert(model, MatrixProduct("channel"), rank=2, allow_larger=True, **settings)
     assert b"lightning_lowrank" in pickle.dumps(model)
+    for _, layer in low_rank_layers(model):
+        assert layer.weight.any()
     recover(model)
     assert b"lightning_lowrank" not in pickle.dumps(model)
     plain = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Conv1d(8, 8, 3), nn.MultiheadAttention(8, 2))
