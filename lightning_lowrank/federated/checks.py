@@ -674,8 +674,15 @@ def readers_after_steps(trainer: Any, attribute: str) -> list[str]:
         for kind in kinds
         if not f"{kind.__module__}.".startswith(_LIBRARIES)
         for name, function in _methods(kind)
-        if name not in _IN_STEPS and attribute in _mentioned(function.__code__)
+        if name not in _IN_STEPS and any(attribute in _mentioned(each.__code__) for each in _with_helpers(function))
     ]
+
+
+def _with_helpers(function: types.FunctionType) -> list[types.FunctionType]:
+    """A function, and the functions beside it that its code names."""
+    named = map(function.__globals__.get, _mentioned(function.__code__))
+    helpers = (each for each in named if isinstance(each, types.FunctionType))
+    return [function, *(each for each in helpers if not f"{each.__module__}.".startswith(_LIBRARIES))]
 
 
 def _methods(kind: type) -> Iterator[tuple[str, types.FunctionType]]:

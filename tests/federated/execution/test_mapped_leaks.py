@@ -8,6 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import Tensor, nn
 
@@ -110,6 +111,38 @@ def test_auto_trains_a_module_that_reads_what_steps_leave(tmp_path, capsys, name
     assert loop.rounds.execution.name == "sequential"
     said = capsys.readouterr().out
     assert ("Reads.on_train_epoch_end() may read" if name in LAST else "stores clients' values") in said
+
+
+class Stores(Module):
+    last = None
+
+    def training_step(self, batch, batch_idx):
+        self.last = self.loss(batch)
+        return self.last
+
+
+def plotted(module):
+    return float(module.last)
+
+
+class Plots(Stores):
+    def on_train_end(self):
+        self.plot = plotted(self)
+
+
+class Listens(Callback):
+    def on_train_epoch_end(self, trainer, pl_module):
+        self.plot = float(pl_module.last)
+
+
+@pytest.mark.parametrize(
+    ("module", "callback", "said"), [(Plots, None, "Plots.on_train_end"), (Stores, Listens, "Listens.")]
+)
+def test_auto_finds_readers_in_functions_and_callbacks(tmp_path, capsys, module, callback, said):
+    callbacks = [] if callback is None else [callback()]
+    _, loop, _ = run(tmp_path, "auto", module=module, callbacks=callbacks, trainer={"max_epochs": 1})
+    assert loop.rounds.execution.name == "sequential"
+    assert said in capsys.readouterr().out
 
 
 @daily("tuples", "a dictionary")
