@@ -139,6 +139,7 @@ class DifferentialPrivacy(NeedsPoissonBatches, Configured, Callback):
         self._loop: FederatedLoop | None = None
         self._loader: PoissonLoader | None = None
         self._last: _Place | None = None
+        self._gradients: SampleGradients | None = None
         self._trained: dict[int, list[str]] = {}
 
     # Beginning and end of a fit
@@ -250,7 +251,7 @@ class DifferentialPrivacy(NeedsPoissonBatches, Configured, Callback):
         if self._loop is not None:
             # The terms that the method adds to the loss read samples as well, so they are clipped too.
             step = self._loop.rounds.execution.step_of(own)
-        gradients = SampleGradients(pl_module, step, self.physical_batch_size, self._round_state)
+        gradients = self._gradients = SampleGradients(pl_module, step, self.physical_batch_size, self._round_state)
 
         def private_step(batch: Any, *arguments: Any) -> torch.Tensor:
             return self._step(trainer, pl_module, gradients, batch, arguments)
@@ -264,6 +265,7 @@ class DifferentialPrivacy(NeedsPoissonBatches, Configured, Callback):
     def _end_steps(self) -> None:
         """Restore the module's training step and the global random number generators."""
         self._steps.close()
+        self._gradients = None
         if self._loader is not None:
             self._loader.close()
 
@@ -398,10 +400,17 @@ class DifferentialPrivacy(NeedsPoissonBatches, Configured, Callback):
             if not (trainer.is_last_batch and 0 < (trainer.max_epochs or 0) <= trainer.current_epoch + 1):
                 self._stop_if_spent(trainer)
 
+    def on_validation_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Refuse reads of what steps have left in the module, before its hooks run."""
+        if self._gradients is not None and not trainer.sanity_checking:
+            self._gradients.look_again()
+
     def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Log ε, and end the fit if the budget is spent."""
         if self._loop is None and self._loader is None:
             return
+        if self._gradients is not None:
+            self._gradients.look_again()
         if self._loop is not None and isinstance(self._loop.exchange, SiteExchange):
             return
         spent = self.epsilons()

@@ -195,7 +195,8 @@ class LeftTensors:
         Lists and sets may grow with each step. A dictionary's entry, such as an attribute, is found as a whole.
         """
         parts: set[int] = set()
-        for name, item in reachable("self", self._module):
+        # Metrics hold totals of an epoch, and are looked at apart.
+        for name, item in reachable("self", self._module, lambda item: isinstance(item, Metric)):
             if isinstance(item, (list, set, deque)) and any(self._found(name, each) for each in item):
                 yield name, item, []
             if isinstance(item, dict) and id(item) not in parts:

@@ -192,7 +192,13 @@ class SampleGradients:
         """Replace the tensors that a mapped step has left in the module; they have no values outside of it."""
         if self._mapped_steps < WATCHED_STEPS:
             self._mapped_steps += 1
-            deque(self._left.find(), maxlen=0)
+            self.look_again()
+        else:
+            self._left.replace()
+
+    def look_again(self) -> None:
+        """Replace also the tensors that a later step than the watched ones was the first to leave."""
+        deque(self._left.find(), maxlen=0)
         self._left.replace()
 
     def _guarded(self) -> dict[str, Tensor]:

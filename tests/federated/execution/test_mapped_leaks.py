@@ -11,6 +11,7 @@ import torch
 from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import Tensor, nn
+from torchmetrics.classification import MulticlassAccuracy
 
 from lightning_lowrank import DifferentialPrivacy, FedAvg, FederatedLoop, FromIndices
 from lightning_lowrank.federated.execution import auto
@@ -179,20 +180,36 @@ def test_what_nobody_reads_keeps_nobody_from_stepping_together(tmp_path, name):
         torch.stack(found)
 
 
-@daily("tuples-True", "a dictionary-False")
+@daily("tuples-True", "a dictionary-False", "later, a tuple-False")
 @pytest.mark.parametrize("federated", [True, False])
-@pytest.mark.parametrize("name", [*GROWING, *LAST])
+@pytest.mark.parametrize("name", [*GROWING, *LAST, *LATER])
 def test_what_private_steps_leave_has_no_value(tmp_path, name, federated):
+    """Also what is first left in a step that is not watched."""
     for kind in (Leaves, Reads):
         loops = [FederatedLoop(FedAvg(), clients=2, summary=False)] if federated else []
         fitted = trainer(tmp_path, *loops, DifferentialPrivacy(noise_multiplier=1.0), max_epochs=2)
-        module = kind({**GROWING, **LAST}[name])
+        module = kind({**GROWING, **LAST, **LATER}[name])
         if kind is Leaves:
             fit(fitted, module, Data(blobs(32)))
             assert fitted.current_epoch == 2
         else:
             with pytest.raises(MisconfigurationException, match=r"DifferentialPrivacy.*self\..*is read after it"):
                 fit(fitted, module, Data(blobs(32)))
+
+
+def test_a_metric_that_a_private_step_updates_is_named(tmp_path):
+    class Updates(Module):
+        def __init__(self):
+            super().__init__()
+            self.accuracy = MulticlassAccuracy(4)
+
+        def training_step(self, batch, batch_idx):
+            self.accuracy.update(self.net(batch[0]), batch[1])
+            return self.loss(batch)
+
+    fitted = trainer(tmp_path, DifferentialPrivacy(noise_multiplier=1.0), max_epochs=1)
+    with pytest.raises(MisconfigurationException, match=r"clips gradients.*changes accuracy"):
+        fit(fitted, Updates(), Data(blobs(32)))
 
 
 @pytest.mark.parametrize("item", [False, True])
