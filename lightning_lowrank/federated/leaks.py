@@ -41,6 +41,10 @@ _FOREIGN = (
 )
 _IS_FOREIGN: MutableMapping[type, bool] = WeakKeyDictionary()
 """Answers of `_is_foreign`. A class of a fit refers to its trainer, which a strong key would keep."""
+_LIBRARIES = ("builtins.", "torch.", "torchmetrics.", "lightning.", "pytorch_lightning.", "lightning_lowrank.")
+_CONTAINERS = (list, dict, set, deque)
+_CONTAINERS_OF: MutableMapping[type, list[str]] = WeakKeyDictionary()
+"""Names that `containers_of_class` has found."""
 _PROGRAMS = ("argparse.", "jsonargparse.", "logging.", "lightning.pytorch.cli.")
 _TABLES = ("_modules.", "_parameters.", "_buffers.")
 _PLAIN = (int, float, str)
@@ -102,7 +106,21 @@ def _contents(name: str, item: Any) -> list[tuple[str, Any]]:
         inside += [(f"{name}.{n if isinstance(key, Tensor) else key}", value) for n, (key, value) in enumerate(pairs)]
     if hasattr(item, "__dict__"):
         inside.append((name, vars(item)))
+    if isinstance(item, nn.Module):
+        inside += [(f"{name}.{key}", value) for key, value in containers_of_class(item).items()]
     return inside
+
+
+def containers_of_class(module: nn.Module) -> dict[str, Any]:
+    """The containers that a user's class has as its own attributes, such as ``outputs = []``, by name."""
+    kind = type(module)
+    names = _CONTAINERS_OF.get(kind)
+    if names is None:
+        own = (each for each in kind.__mro__ if not f"{each.__module__}.".startswith(_LIBRARIES))
+        pairs = (pair for each in own for pair in vars(each).items())
+        names = [name for name, value in pairs if isinstance(value, _CONTAINERS) and not name.startswith("__")]
+        _CONTAINERS_OF[kind] = names
+    return {name: getattr(kind, name) for name in names}
 
 
 def _content(cell: Any) -> Any:
@@ -391,7 +409,8 @@ class _Attributes:
             return {name: value for name, value in vars(each).items() if name not in names}
 
         if not self._of_optimizers:
-            return without(self._trainer.lightning_module, names_of_lightning())
+            module = self._trainer.lightning_module
+            return {**containers_of_class(module), **without(module, names_of_lightning())}
         others = [
             each for each in self._trainer.optimizers if not type(each).__module__.startswith("lightning_lowrank.")
         ]

@@ -182,6 +182,7 @@ class LeftTensors:
     def __init__(self, module: nn.Module, is_left: Callable[[Any], bool], refuse: Callable[[str], Exception]) -> None:
         self._module, self._is_left, self._refuse = module, is_left, refuse
         self._entries: list[tuple[dict[Any, Any], Any, str]] = []
+        self._containers: list[tuple[Any, str]] = []
         self._places: set[str] = set()
 
     @property
@@ -199,6 +200,9 @@ class LeftTensors:
         for name, item in reachable("self", self._module, lambda item: isinstance(item, Metric)):
             if isinstance(item, (list, set, deque)) and any(self._found(name, each) for each in item):
                 yield name, item, []
+                if id(item) not in parts:
+                    # No dictionary has it, but a class, or a function.
+                    self._containers.append((item, name))
             if isinstance(item, dict) and id(item) not in parts:
                 found = {key: self._found(f"{name}.{key}", value) for key, value in item.items() if key not in _TABLES}
                 keys = [key for key, names in found.items() if names]
@@ -228,6 +232,8 @@ class LeftTensors:
             if key in table:
                 make = functools.partial(_placeholder, as_code(name), self._refuse)
                 table[key] = self._replaced(name, table[key], make, self._places if of_one else set())
+        for item, name in self._containers:
+            self._replaced(name, item, functools.partial(_placeholder, as_code(name), self._refuse), ())
 
     def _replaced(self, name: str, value: Any, make: Callable[[], Tensor], places: Collection[str]) -> Any:
         """The value with placeholders in it; containers except for tuples are changed in place."""

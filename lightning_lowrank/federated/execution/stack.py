@@ -120,7 +120,7 @@ class ClientStack(OfTheRun):
         self._compiled = compiled
         self._guard = MappedStepGuard(module) if guard is None else guard
         self._falls_back = falls_back
-        self.measured = False
+        self.measured = self._failed = False
         self.note: Callable[[Tensor, dict[str, Tensor]], None] | None = None
         """Called with the losses and logged values of the clients of each form of a batch."""
         self._module = module
@@ -227,7 +227,8 @@ class ClientStack(OfTheRun):
     def close(self) -> None:
         """Restore the optimizers' parameters and the module's methods."""
         self._ends.close()
-        self._guard.after_last_step()
+        if not self._failed:
+            self._guard.after_last_step()
 
     def training_step(self, parts: Parts, batch_idx: int = 0) -> Tensor:
         """The sum of the losses of all clients in a chunk's batch; its gradient gives each client that of its own loss.
@@ -242,6 +243,7 @@ class ClientStack(OfTheRun):
         try:
             return self._made(parts, batch_idx)
         except Exception:
+            self._failed = True
             self._mapped_tensors.remove()
             raise
 

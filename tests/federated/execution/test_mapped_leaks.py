@@ -5,6 +5,7 @@ import pickle
 from collections import deque, namedtuple
 from dataclasses import dataclass
 from types import SimpleNamespace
+from typing import ClassVar
 
 import pytest
 import torch
@@ -37,6 +38,7 @@ GROWING = {
     "lists by name": lambda self, loss: self.named.setdefault("loss", []).append((loss,)),
     "an object's list": lambda self, loss: self.held.outputs.append({"loss": loss}),
     "a queue": lambda self, loss: self.queue.append({"loss": loss}),
+    "a list of the class": lambda self, loss: self.shared.append({"loss": loss}),
 }
 """Steps that add their loss to what earlier steps have left."""
 LAST = {
@@ -76,6 +78,8 @@ def tensors_of(value):
 
 
 class Leaves(Module):
+    shared: ClassVar[list] = []
+
     def __init__(self, leave):
         super().__init__()
         self.leave, self.cache = leave, {"scale": torch.ones(())}
@@ -84,6 +88,7 @@ class Leaves(Module):
     def forget(self):
         self.outputs, self.named, self.queue, self.last = [], {}, deque(maxlen=5), None
         self.held = SimpleNamespace(outputs=[], last=None)
+        self.shared.clear()
 
     def training_step(self, batch, batch_idx):
         loss = self.loss(batch)
@@ -93,7 +98,7 @@ class Leaves(Module):
 
 class Reads(Leaves):
     def on_train_epoch_end(self):
-        kept = [self.outputs, self.named, self.queue, self.last, self.held, self.cache]
+        kept = [self.outputs, self.named, self.queue, self.last, self.held, self.cache, self.shared]
         self.total = float(sum(map(torch.sum, tensors_of(kept))))
         self.forget()
 
