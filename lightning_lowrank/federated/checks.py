@@ -37,6 +37,7 @@ from lightning_lowrank.aggregation import Aggregator, DistanceRule, RobustRule
 from lightning_lowrank.arguments import join_names
 from lightning_lowrank.configuration import check_integer
 from lightning_lowrank.federated.algorithm import Algorithm, CompletesModels
+from lightning_lowrank.federated.leaks import is_of_library
 from lightning_lowrank.federated.protocols import inherits
 from lightning_lowrank.federated.settings import FederatedSettings
 from lightning_lowrank.federated.state import Base, BufferPolicy, trained_tensors
@@ -69,7 +70,6 @@ _COUNT_CLIENTS = {
     " where it is the number of the client's batches",
 }
 _IN_STEPS = ("training_step", "forward", "__init__", "reset_parameters")
-_LIBRARIES = ("builtins.", "torch.", "lightning.", "pytorch_lightning.", "lightning_lowrank.")
 _EVALUATION = ("validation_", "test_", "predict_", "on_validation_", "on_test_", "on_predict_")
 
 
@@ -672,7 +672,7 @@ def readers_after_steps(trainer: Any, attribute: str) -> list[str]:
     return [
         f"{kind.__name__}.{name}"
         for kind in kinds
-        if not f"{kind.__module__}.".startswith(_LIBRARIES)
+        if not is_of_library(kind)
         for name, function in _methods(kind)
         if name not in _IN_STEPS and any(attribute in _mentioned(each.__code__) for each in _with_helpers(function))
     ]
@@ -681,8 +681,7 @@ def readers_after_steps(trainer: Any, attribute: str) -> list[str]:
 def _with_helpers(function: types.FunctionType) -> list[types.FunctionType]:
     """A function, and the functions beside it that its code names."""
     named = map(function.__globals__.get, _mentioned(function.__code__))
-    helpers = (each for each in named if isinstance(each, types.FunctionType))
-    return [function, *(each for each in helpers if not f"{each.__module__}.".startswith(_LIBRARIES))]
+    return [function, *(each for each in named if isinstance(each, types.FunctionType) and not is_of_library(each))]
 
 
 def _methods(kind: type) -> Iterator[tuple[str, types.FunctionType]]:

@@ -111,13 +111,17 @@ def _contents(name: str, item: Any) -> list[tuple[str, Any]]:
     return inside
 
 
+def is_of_library(definition: Any) -> bool:
+    """Whether a class or function is Python's own, of torch or Lightning, or of this package."""
+    return f"{definition.__module__}.".startswith(_LIBRARIES)
+
+
 def containers_of_class(module: nn.Module) -> dict[str, Any]:
     """The containers that a user's class has as its own attributes, such as ``outputs = []``, by name."""
     kind = type(module)
     names = _CONTAINERS_OF.get(kind)
     if names is None:
-        own = (each for each in kind.__mro__ if not f"{each.__module__}.".startswith(_LIBRARIES))
-        pairs = (pair for each in own for pair in vars(each).items())
+        pairs = (pair for each in kind.__mro__ if not is_of_library(each) for pair in vars(each).items())
         names = [name for name, value in pairs if isinstance(value, _CONTAINERS) and not name.startswith("__")]
         _CONTAINERS_OF[kind] = names
     return {name: getattr(kind, name) for name in names}

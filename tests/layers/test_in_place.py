@@ -138,6 +138,11 @@ def test_what_is_written_into_a_composed_weight_is_an_error(role):
         lambda weight: weight[0].zero_(),
         nn.init.zeros_,
     ):
+        model, layer = made()
+        with torch.no_grad():
+            write(layer.weight)
+        with pytest.raises(RuntimeError, match=r"changed in place.*exclude"):
+            model(inputs)
         # As SwAV's normalisation of prototypes, which is given the weight and turns off gradients itself.
         for reads, write_to in ((9, torch.no_grad()(write)), (0, lambda weight, write=write: write(weight.data))):
             model, layer = made()

@@ -24,6 +24,7 @@ from lightning_lowrank.federated.execution.base import Execution
 from lightning_lowrank.federated.execution.channels_last import ChannelsLast
 from lightning_lowrank.federated.execution.comparison import difference
 from lightning_lowrank.federated.execution.compiled import CompiledSteps
+from lightning_lowrank.federated.execution.mapped_leaks import MappedStepGuard
 from lightning_lowrank.federated.execution.memory import chunk_size_that_fits
 from lightning_lowrank.federated.execution.one_by_one import Sequential
 from lightning_lowrank.federated.execution.processes import ClientParallelStrategy
@@ -311,14 +312,17 @@ def time_both(
         count = len(chunk.clients)
         # These steps are compiled for the trial only: the fit compiles again, with the method's objective.
         compiled = CompiledSteps(module, count, loader.batch_size, None, silent=True) if compiles else None
-        stack = ClientStack(trainer, module, trained_tensors(module), count, compiled=compiled, defers=defers)
+        guard = MappedStepGuard(module)
+        stack = ClientStack(
+            trainer, module, trained_tensors(module), count, None, guard, compiled=compiled, defers=defers
+        )
         try:
             in_chunk = _seconds(
                 trainer, module, together, lambda step: stack.narrow(chunk.active(step)), stack.gradients
             )
         finally:
             stack.close()
-        for name in stack.left:
+        for name in guard.left:
             readers = readers_after_steps(trainer, name.rpartition(".")[2])
             if readers:
                 raise CannotMap(

@@ -21,7 +21,7 @@ from torchmetrics import Metric
 from lightning_lowrank.federated.execution.why_not import CannotMap, metric_update_reason
 from lightning_lowrank.federated.leaks import as_code, plain_entries, reachable
 from lightning_lowrank.internals.replaced import replaced
-from lightning_lowrank.internals.torch import TorchDispatchMode, is_mapped, is_transformed, own_buffers, writes
+from lightning_lowrank.internals.torch import TorchDispatchMode, is_transformed, own_buffers, writes
 
 _SIMPLE = (Tensor, str, int, float, type(None))
 _TABLES = ("_modules", "_parameters", "_buffers")
@@ -44,15 +44,14 @@ class MappedTensors:
     def remove(self) -> None:
         """Restore buffers that mapped tensors replaced, and reset metrics with mapped tensors in their state."""
         for table, before in self._buffers:
-            table.update({key: value for key, value in before.items() if _is_transformed(table.get(key))})
+            table.update({key: value for key, value in before.items() if _is_of_map(table.get(key))})
         for part in self._module.modules():
-            if isinstance(part, Metric) and any(map(_is_transformed, vars(part).values())):
+            if isinstance(part, Metric) and any(_is_of_map(each) for _, each in _inside("", vars(part))):
                 part.reset()
 
 
-def _is_transformed(value: Any) -> bool:
-    if isinstance(value, list):
-        return any(map(_is_transformed, value))
+def _is_of_map(value: Any) -> bool:
+    """Whether a value is a tensor inside `torch.func.vmap`, such as those of clients or samples in one step."""
     return isinstance(value, Tensor) and is_transformed(value)
 
 
@@ -79,7 +78,7 @@ class MappedStepGuard:
         self._module = module
         self._mapped_steps, self._compared, self._ended = 0, 0, 0
         self._chosen = chosen
-        self._left = LeftTensors(module, _is_of_clients, functools.partial(_refuse_reading, chosen=chosen))
+        self._left = LeftTensors(module, functools.partial(_refuse_reading, chosen=chosen))
         self._updates = {id(metric): metric.update_count for _, metric in self._metrics()}
         self._numbers: dict[str, Any] = {}
 
@@ -116,7 +115,7 @@ class MappedStepGuard:
         """Replace all that a chunk's clients have left, also what was first left after the watched steps."""
         if self._ended < _WATCHED_CHUNKS:
             self._ended += 1
-            deque(self._left.find(), maxlen=0)
+            self._left.find_and_replace()
         self._left.replace(of_one=True)
 
     def after_step(self, mapped: bool = True) -> None:
@@ -162,25 +161,20 @@ def changed_number(before: Mapping[str, Any], now: Mapping[str, Any]) -> str:
     return f"it changes the number {name}, which all clients share, so that it would count their steps together"
 
 
-def _is_of_clients(value: Any) -> bool:
-    return isinstance(value, Tensor) and is_mapped(value)
-
-
 def _refuse_reading(name: str, chosen: bool) -> CannotMap:
     return CannotMap(f"{name} is set in a step and read after it, but all clients share it", chosen)
 
 
 class LeftTensors:
-    """Finds the tensors that steps leave in a module, and replaces them by placeholders that refuse to be read.
+    """Finds the tensors that mapped steps leave in a module, and replaces them by placeholders that refuse to be read.
 
     Args:
         module: The module.
-        is_left: Whether a value is such a tensor.
         refuse: Returns the error for a read, given the name of the attribute.
     """
 
-    def __init__(self, module: nn.Module, is_left: Callable[[Any], bool], refuse: Callable[[str], Exception]) -> None:
-        self._module, self._is_left, self._refuse = module, is_left, refuse
+    def __init__(self, module: nn.Module, refuse: Callable[[str], Exception]) -> None:
+        self._module, self._refuse = module, refuse
         self._entries: list[tuple[dict[Any, Any], Any, str]] = []
         self._containers: list[tuple[Any, str]] = []
         self._places: set[str] = set()
@@ -216,11 +210,16 @@ class LeftTensors:
     def _found(self, name: str, value: Any) -> list[str]:
         """The names of such tensors in a value."""
         if isinstance(value, _SIMPLE):
-            return [name] if self._is_left(value) else []
+            return [name] if _is_of_map(value) else []
         if isinstance(value, (dict, set)) and not value:
             # As most tables of hooks are.
             return []
-        return [place for place, each in _inside(name, value) if self._is_left(each)]
+        return [place for place, each in _inside(name, value) if _is_of_map(each)]
+
+    def find_and_replace(self) -> None:
+        """Look through the module, and put placeholders into what was found now or before."""
+        deque(self.find(), maxlen=0)
+        self.replace()
 
     def replace(self, of_one: bool = False) -> None:
         """Put placeholders into the entries that `find` has found.
@@ -244,8 +243,8 @@ class LeftTensors:
                 pairs = list(item.items())
             elif isinstance(item, (list, deque)):
                 pairs = enumerate(item)
-            elif isinstance(item, set) and any(map(self._is_left, item)):
-                left = set(filter(self._is_left, item))
+            elif isinstance(item, set) and any(map(_is_of_map, item)):
+                left = set(filter(_is_of_map, item))
                 item -= left
                 item |= {make() for _ in left}
             for key, each in pairs:
@@ -257,7 +256,7 @@ class LeftTensors:
     def _rebuilt(self, name: str, value: Any, make: Callable[[], Tensor], places: Collection[str]) -> Any:
         """A placeholder for a tensor, a tuple with placeholders, or the value itself."""
         if isinstance(value, Tensor):
-            is_left = self._is_left(value) or (name in places and not isinstance(value, (_Placeholder, nn.Parameter)))
+            is_left = _is_of_map(value) or (name in places and not isinstance(value, (_Placeholder, nn.Parameter)))
             return make() if is_left else value
         if not isinstance(value, tuple):
             return value

@@ -170,11 +170,6 @@ class ClientStack(OfTheRun):
                     group["stacked"] = True
         forget_states()
 
-    @property
-    def left(self) -> list[str]:
-        """The names of the attributes in which steps have left clients' values."""
-        return self._guard.left
-
     def client(self, index: int) -> dict[str, Tensor]:
         """One client's values by name, as views into the stacks."""
         return {name: stack[index] for name, stack in self.values.items()}

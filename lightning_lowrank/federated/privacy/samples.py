@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -22,7 +21,7 @@ from lightning_lowrank.federated.execution.stack import LOGGED_AGAIN, captured_l
 from lightning_lowrank.federated.execution.why_not import cause_of
 from lightning_lowrank.federated.leaks import ChangedTensors
 from lightning_lowrank.federated.objective import loss_of
-from lightning_lowrank.internals.torch import as_rows, is_transformed, recurrent_weights_kept
+from lightning_lowrank.internals.torch import as_rows, recurrent_weights_kept
 from lightning_lowrank.internals.transformers import without_value_checks
 
 Logged = dict[str, Tensor]
@@ -67,7 +66,7 @@ class SampleGradients:
         self._mapped = True
         self._mapped_steps = 0
         self._mapped_tensors = MappedTensors(module)
-        self._left = LeftTensors(module, _is_of_samples, _refuse_reading)
+        self._left = LeftTensors(module, _refuse_reading)
 
     def clipped(
         self, names: Iterable[str], batch: Any, size: int, clip: float, arguments: Sequence[Any] = ()
@@ -198,8 +197,7 @@ class SampleGradients:
 
     def look_again(self) -> None:
         """Replace also the tensors that a later step than the watched ones was the first to leave."""
-        deque(self._left.find(), maxlen=0)
-        self._left.replace()
+        self._left.find_and_replace()
 
     def _guarded(self) -> dict[str, Tensor]:
         return {**dict(self._module.named_buffers()), **self._further()}
@@ -217,10 +215,6 @@ class SampleGradients:
                 f"DifferentialPrivacy clips gradients, and training_step also changes {join_names(changed)}, which uses"
                 " values of samples without clipping: leave such buffers and metrics out of the training step."
             )
-
-
-def _is_of_samples(value: Any) -> bool:
-    return isinstance(value, Tensor) and is_transformed(value)
 
 
 def _refuse_reading(name: str) -> MisconfigurationException:

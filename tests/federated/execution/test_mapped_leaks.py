@@ -235,11 +235,14 @@ def test_values_of_samples_that_a_later_step_reads_are_refused(tmp_path, item):
 
 
 def test_placeholders_are_put_where_tensors_were_left():
-    left = {id(tensor): tensor for tensor in (torch.ones(2), torch.ones(3))}
-    one, other = left.values()
     kept, module = torch.zeros(2), nn.Linear(2, 2)
-    module.plain, module.pair, module.listed, module.some = one, Pair(other, kept), [kept, (one, 5)], {one, kept}
-    places = LeftTensors(module, lambda value: id(value) in left, lambda name: ValueError(f"not {name}"))
+
+    def step(one, other):
+        module.plain, module.pair, module.listed, module.some = one, Pair(other, kept), [kept, (one, 5)], {one, kept}
+        return one
+
+    torch.func.vmap(step)(torch.ones(3, 2), torch.ones(3, 3))
+    places = LeftTensors(module, lambda name: ValueError(f"not {name}"))
     found = {name: keys for name, _, keys in places.find()}
     assert found == {"self": ["plain", "pair", "listed", "some"], "self.listed": [], "self.some": []}
     assert places.names == ["self.plain", "self.pair", "self.listed", "self.some"]
