@@ -192,7 +192,8 @@ def test_what_private_steps_leave_has_no_value(tmp_path, name, federated):
     """Also what is first left in a step that is not watched."""
     for kind in (Leaves, Reads):
         loops = [FederatedLoop(FedAvg(), clients=2, summary=False)] if federated else []
-        fitted = trainer(tmp_path, *loops, DifferentialPrivacy(noise_multiplier=1.0), max_epochs=2)
+        private = DifferentialPrivacy(noise_multiplier=1.0)
+        fitted = trainer(tmp_path, *loops, private, max_epochs=2, limit_val_batches=0)
         module = kind({**GROWING, **LAST, **LATER}[name])
         if kind is Leaves:
             fit(fitted, module, Data(blobs(32)))
@@ -200,6 +201,16 @@ def test_what_private_steps_leave_has_no_value(tmp_path, name, federated):
         else:
             with pytest.raises(MisconfigurationException, match=r"DifferentialPrivacy.*self\..*is read after it"):
                 fit(fitted, module, Data(blobs(32)))
+
+
+def test_what_a_later_private_step_leaves_has_no_value_in_validation(tmp_path):
+    class Validates(Leaves):
+        def on_validation_epoch_end(self):
+            self.total = float(sum(tensors_of(self.last)))
+
+    fitted = trainer(tmp_path, DifferentialPrivacy(noise_multiplier=1.0), max_epochs=1)
+    with pytest.raises(MisconfigurationException, match=r"DifferentialPrivacy.*self\.last, .*is read after it"):
+        fit(fitted, Validates(LATER["later, a tuple"]), Data(blobs(32)))
 
 
 def test_a_metric_that_a_private_step_updates_is_named(tmp_path):
@@ -252,6 +263,7 @@ def test_placeholders_are_put_where_tensors_were_left():
     assert module.listed[1][1] == 5
     assert kept in module.some
     assert len(module.some) == 2
+    assert sorted(repr(each) for each in module.some) == ["<no value of self.some>", repr(kept)]
     for name, value in (("plain", module.plain), ("pair", module.pair.loss), ("listed", module.listed[1][0])):
         with pytest.raises(ValueError, match=rf"not self\.{name}"):
             torch.stack([kept, value])
