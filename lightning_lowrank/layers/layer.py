@@ -139,7 +139,7 @@ class LowRankLayer(nn.Module):
     train_base: bool
     _contracted: dict[tuple[Any, ...], bool]
     _written: bool = False
-    _reads: int = 0
+    _watched_reads: Iterator[int]
     _merged_of: dict[int, int]
 
     def __init__(self, *arguments: object, **keywords: object) -> None:
@@ -234,6 +234,8 @@ class LowRankLayer(nn.Module):
         layer.trainable, layer.train_base = weight.requires_grad, settings.train_base
         layer.folded = False
         layer._contracted, layer._merged_of = {}, {}
+        # A number that steps change keeps clients from stepping together.
+        layer._watched_reads = iter(range(_COMPARED_READS))
         if layer.compute == "contracted" and not layer._can_contract():
             raise ValueError(
                 f'compute="contracted" is not possible: {factorization!r} has no contracted form for a '
@@ -312,8 +314,8 @@ class LowRankLayer(nn.Module):
         found = self._composed()
         if not torch.compiler.is_compiling() and type(found) is Tensor:
             values = None
-            if self._reads < _COMPARED_READS and not is_transformed(found) and not found.is_meta:
-                self._reads += 1
+            compares = not is_transformed(found) and not found.is_meta
+            if compares and next(self._watched_reads, None) is not None:
                 values = found.detach().clone()
             # A view shares the version counter, and keeps it readable after the tensor is freed.
             finalize(found, _note_writing, ref(self), found.detach(), version_of(found), values)

@@ -168,7 +168,9 @@ def _candidates(model: nn.Module, factorization: Factorization) -> list[Candidat
             for parameter_name, parameter in own_parameters(module).items():
                 if parameter is not None and parameter.ndim > 1:
                     names.setdefault((module, parameter_name), []).append(f"{module_name}.{parameter_name}".lstrip("."))
-        if low_rank_class(module) is not None or isinstance(module, UNCONVERTED):
+        if isinstance(module, UNCONVERTED) or (
+            low_rank_class(module) is not None and not isinstance(module, LowRankLayer)
+        ):
             names.setdefault((module, ""), []).append(module_name)
     for module_name, module in model.named_modules():
         for parameter_name, parameter in own_parameters(module).items():

@@ -24,6 +24,7 @@ from lightning_lowrank.compression import low_rank
 from lightning_lowrank.federated.client_optimizers import _ELEMENTWISE
 from lightning_lowrank.federated.execution.stack import ClientStack
 from lightning_lowrank.federated.protocols import OwnSteps, UnequalClients
+from lightning_lowrank.layers import low_rank_layers
 from tests.federated.execution.runs import FORMS, OPTIMIZERS, UNEVEN, Double, Manual, assert_close, both, run
 from tests.grids import daily, in_turn, nightly_except
 from tests.helpers import Data, Module, fit, network, trainer, weights
@@ -36,6 +37,23 @@ from tests.helpers import Data, Module, fit, network, trainer, weights
 )
 def test_equals_sequential_for_every_form(tmp_path, form, algorithm):
     both(tmp_path, form=form, algorithm=algorithm, local_epochs=2)
+
+
+class ReadsWeight(Module):
+    """Reads the weights of layers and calls none, as `nn.MultiheadAttention` does with its output projection."""
+
+    def loss(self, batch):
+        outputs, targets = batch
+        for layer in self.net:
+            outputs = outputs @ layer.weight.T if isinstance(layer, nn.Linear) else layer(outputs)
+        return nn.functional.cross_entropy(outputs, targets)
+
+
+def test_weights_of_low_rank_layers_are_read(tmp_path):
+    """The second step of the third client has a batch of one sample, and is not mapped."""
+    parts, data = FromIndices([range(16), range(16, 32), range(32, 41)]), Double(batch_size=8)
+    _, (module, *_) = both(tmp_path, form="update", module=ReadsWeight, partition=parts, data=data)
+    assert [*low_rank_layers(module)]
 
 
 DAILY = ("ProjectedSGD",)
