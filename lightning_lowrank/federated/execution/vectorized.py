@@ -22,6 +22,7 @@ from lightning_lowrank.federated.execution.compiled import CompiledSteps
 from lightning_lowrank.federated.execution.mapped_leaks import MappedStepGuard, refuse_writes
 from lightning_lowrank.federated.execution.stack import ClientStack
 from lightning_lowrank.federated.execution.why_not import (
+    ALSO_TO_RESUME,
     ActsOnStacks,
     hooks_around_steps,
     reason_of_hooks,
@@ -89,7 +90,7 @@ class Vectorized(Execution):
         if hooked:
             raise MisconfigurationException(
                 f"execution={self.settings.execution!r}: clients step together, and in this round {hooked}: register it"
-                " before the fit, or use execution='sequential'."
+                f" before the fit, or use execution='sequential'{ALSO_TO_RESUME}."
             )
         self._compare_again()
         self._acting = [callback for callback in self.trainer.callbacks if isinstance(callback, ActsOnStacks)]
@@ -104,7 +105,7 @@ class Vectorized(Execution):
         if differs:
             raise MisconfigurationException(
                 f"execution={self.settings.execution!r}: clients step together, which is not possible from round"
-                f" {self.trainer.current_epoch} on: {differs}. Use execution='sequential'."
+                f" {self.trainer.current_epoch} on: {differs}. Use execution='sequential'{ALSO_TO_RESUME}."
             )
 
     def open(self, chunk: Chunk) -> dict[int, Exception]:

@@ -37,6 +37,8 @@ _AROUND_STEPS = ("on_train_batch_start", "on_train_batch_end")
 _CALLED_AROUND = (*_AROUND_STEPS, "on_before_zero_grad", "on_before_backward")
 _LONGEST = 200
 _PACKAGES = ("lightning.pytorch.", "pytorch_lightning.", "lightning_lowrank.")
+ALSO_TO_RESUME = ", with allow_changes=['execution'] if the fit is resumed from a checkpoint"
+"""The end of a sentence that advises another execution than the one that ``execution='auto'`` chose."""
 _CAUSES: tuple[tuple[str, str], ...] = (
     (
         r"\.item\(\)|data pointer of Tensor that|Can't detach views in-place",
@@ -105,7 +107,7 @@ class CannotMap(MisconfigurationException):
 
     def __init__(self, cause: str, chosen: bool = False) -> None:
         self.reason = f"execution='vectorized' cannot map training_step over clients: {cause}"
-        other = "" if chosen else ", or 'auto', which falls back to it"
+        other = ALSO_TO_RESUME if chosen else ", or 'auto', which falls back to it"
         super().__init__(f"{self.reason}. Use execution='sequential'{other}.")
 
 

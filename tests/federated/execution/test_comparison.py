@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import nn
 from torch.utils.data import TensorDataset
@@ -14,6 +15,7 @@ from lightning_lowrank import IID, FedAvg, FederatedLoop, FromIndices
 from lightning_lowrank.federated.execution import auto
 from lightning_lowrank.models import ResNet18
 from tests.federated.execution.random_modules import CLIENTS, OPTIMIZERS, Drawn, outcome, trained
+from tests.federated.execution.runs import assert_close
 from tests.grids import daily, in_turn
 from tests.helpers import Data, Module, assert_same, fit, network, trainer, weights
 
@@ -125,10 +127,22 @@ class ThawsLater(Module):
 
 @pytest.mark.parametrize("execution", ["vectorized", "auto"])
 def test_a_step_is_compared_again_where_the_module_has_changed(tmp_path, monkeypatch, execution):
+    """The fit goes on from its last checkpoint with the execution and the argument that the error names."""
+
+    def run(execution, ckpt_path=None, **arguments):
+        partition, module = FromIndices(CLIENTS["even"]), ThawsLater()
+        loop = FederatedLoop(FedAvg(), partition=partition, execution=execution, summary=False, **arguments)
+        checkpoints = ModelCheckpoint(tmp_path / execution, save_last=True)
+        return fit(trainer(tmp_path, loop, checkpoints, max_epochs=3), module, Data(), ckpt_path=ckpt_path)
+
     monkeypatch.setattr(auto, "time_both", lambda *given: (2.0, 1.0))
-    loop = FederatedLoop(FedAvg(), partition=FromIndices(CLIENTS["even"]), execution=execution, summary=False)
-    with pytest.raises(MisconfigurationException, match=r"from round 1 on: .*its loss is .* for the client alone"):
-        fit(trainer(tmp_path, loop, max_epochs=3), ThawsLater(), Data())
+    message = (
+        r"from round 1 on: .*its loss is .* for the client alone.*sequential.*allow_changes=\['execution'\]"
+    )
+    with pytest.raises(MisconfigurationException, match=message):
+        run(execution)
+    resumed = run("sequential", tmp_path / execution / "last.ckpt", allow_changes=["execution"])
+    assert_close(weights(resumed), weights(run("sequential")), 1e-5)
 
 
 @pytest.mark.slow
