@@ -22,7 +22,7 @@ from tests.algorithms.written_out import (
     mean,
     own_state,
 )
-from tests.grids import all_pairs, daily, in_turn, nightly_except
+from tests.grids import all_pairs, in_turn, nightly_except
 from tests.helpers import Data, Module, assert_same, fit, network, trainer, weights
 
 OPTIMIZERS = {
@@ -80,7 +80,6 @@ def check(tmp_path, execution, make, norm=None, rounds=ROUNDS, keep=False):
 
 @nightly_except("Adagrad-False-sequential", "AdamW-True-vectorized", "SGD-False-sequential", "momentum-True-sequential")
 @pytest.mark.slow
-@daily("momentum-True-sequential", "Adagrad-True-vectorized")
 @pytest.mark.parametrize(("optimizer", "keep", "execution"), all_pairs(OPTIMIZERS, [False, True], EXECUTIONS))
 def test_rounds_follow_the_paper(tmp_path, optimizer, keep, execution):
     check(tmp_path, execution, OPTIMIZERS[optimizer], keep=keep)
@@ -94,7 +93,6 @@ def test_subspaces_of_the_two_models(tmp_path, optimizer, execution):
 
 
 @pytest.mark.slow
-@daily()
 @pytest.mark.parametrize("execution", EXECUTIONS)
 def test_statistics_of_the_two_models(tmp_path, execution):
     ended, loop, _ = check(tmp_path, execution, OPTIMIZERS["momentum"], norm=nn.BatchNorm1d)
@@ -104,7 +102,6 @@ def test_statistics_of_the_two_models(tmp_path, execution):
 
 
 @pytest.mark.slow
-@daily("vectorized")
 @pytest.mark.parametrize("execution", EXECUTIONS)
 def test_the_global_model_is_that_of_federated_averaging(tmp_path, execution):
     settings = {"norm": nn.BatchNorm1d, "optimizer": OPTIMIZERS["AdamW"]}

@@ -11,7 +11,6 @@ from lightning_lowrank import EF21P, FedAvg
 from lightning_lowrank.federated import Base, ClientInfo, Server
 from lightning_lowrank.seeding import derive_seed, generator
 from tests.algorithms import plain
-from tests.grids import daily
 from tests.helpers import Module, network
 
 
@@ -43,7 +42,6 @@ def test_rounds_follow_the_paper(tmp_path, down, up, execution):
 
 
 @pytest.mark.slow
-@daily("None")
 @pytest.mark.parametrize("norm", [None, nn.BatchNorm1d])
 def test_whole_it_is_fedavg(tmp_path, norm):
     module = partial(Module, network(norm=norm))

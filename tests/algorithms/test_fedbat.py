@@ -17,7 +17,6 @@ from lightning_lowrank.federated.state import trained_tensors
 from lightning_lowrank.models import CNN4
 from lightning_lowrank.seeding import generator
 from tests.algorithms import plain
-from tests.grids import daily
 from tests.helpers import Data, Module, blobs, fit, network, trainer
 
 NORM = partial(network, norm=nn.LayerNorm)
@@ -91,7 +90,6 @@ def coded(difference, draws):
 
 
 @pytest.mark.slow
-@daily("1.0-6.0-None-case3-True-vectorized", "0.7-0.0-None-case4-False-sequential")
 @pytest.mark.parametrize(
     ("share", "rho", "rate", "bounds", "down", "execution"),
     [

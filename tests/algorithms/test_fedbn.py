@@ -22,7 +22,7 @@ from tests.algorithms.written_out import (
     mean,
     own_state,
 )
-from tests.grids import all_pairs, daily
+from tests.grids import all_pairs
 from tests.helpers import assert_same, network, weights
 
 NORM = {"1.weight", "1.bias", "1.running_mean", "1.running_var", "1.num_batches_tracked"}
@@ -59,11 +59,6 @@ METHODS = {
 
 
 @pytest.mark.slow
-@daily(
-    "FedBN-vectorized-[[0, 1], [1, 2, 3]]",
-    "FedPer-sequential-[[0, 1], [1, 2, 3]]",
-    "FedPer of statistics-vectorized-[[0, 1], [1, 2, 3]]",
-)
 @pytest.mark.parametrize(
     ("method", "execution", "rounds"), all_pairs(METHODS, EXECUTIONS, [ROUNDS, ROUNDS[:2]]), ids=str
 )

@@ -19,11 +19,9 @@ from tests.algorithms.written_out import (
     kept_by,
     mean,
 )
-from tests.grids import daily
 
 
 @pytest.mark.slow
-@daily("uniform-vectorized", "samples-sequential")
 @pytest.mark.parametrize("execution", EXECUTIONS)
 @pytest.mark.parametrize("weighting", ["uniform", "samples"])
 def test_rounds_follow_the_paper(tmp_path, execution, weighting):

@@ -12,7 +12,6 @@ from torch import nn
 
 from lightning_lowrank import BlockKronecker, FedAvg, FederatedLoop, FedHM, FromIndices, LowRank, MatrixProduct, recover
 from tests.algorithms.written_out import assert_close, images, own_model
-from tests.grids import daily
 from tests.helpers import Data, Module, assert_same, fit, trainer, weights
 
 CLIENTS = [list(range(21)), list(range(21, 30)), list(range(30, 64)), list(range(64, 79)), list(range(79, 90))]
@@ -133,7 +132,6 @@ PARTICIPANTS = [[0, 1, 2, 4], [1, 2], [0, 2, 3]]
 
 
 @pytest.mark.slow
-@daily()
 @pytest.mark.parametrize(
     ("settings", "weight_of", "decay", "execution"),
     [
@@ -249,7 +247,6 @@ def test_the_base_has_no_gradient_where_factors_train(tmp_path):
 
 
 @pytest.mark.slow
-@daily("momentum")
 @pytest.mark.parametrize("optimizer", ["AdamW", "momentum"])
 def test_what_a_client_lacks_stays_zero_when_clients_step_together(tmp_path, optimizer):
     optimizers = {

@@ -12,7 +12,6 @@ from lightning_lowrank import BlockKronecker, FedAvg, FederatedLoop, FedMUD, Fro
 from lightning_lowrank.federated import Base, ClientContext
 from lightning_lowrank.federated.state import trained_tensors
 from lightning_lowrank.seeding import generator
-from tests.grids import daily
 from tests.helpers import Data, Module, assert_same, blobs, fit, trainer, weights
 
 CLIENTS = [list(range(40)), list(range(40, 60)), list(range(60, 103))]
@@ -77,7 +76,6 @@ FORMS = [
 
 
 @pytest.mark.slow
-@daily("case1-product-True-False", "case5-blocks-False-True")
 @pytest.mark.parametrize(("factorization", "compose", "decouple", "half_frozen"), FORMS)
 def test_rounds_follow_the_paper(tmp_path, factorization, compose, decouple, half_frozen):
     low_rank = LowRank(factorization, rank=2, decouple=decouple, half_frozen=half_frozen, summary=False)

@@ -9,7 +9,7 @@ from torch import nn
 
 from lightning_lowrank import CenteredClipping, FedAvg, FedNova, Quantize, RandomK, TopK
 from tests.algorithms.written_out import EXECUTIONS, ROUNDS, SIZES, assert_close, batches, federated, initial
-from tests.grids import daily, in_turn
+from tests.grids import in_turn
 from tests.helpers import network, weights
 
 SGD = torch.optim.SGD
@@ -61,7 +61,6 @@ def reference(make, rounds=ROUNDS, epochs=1):
 
 
 @pytest.mark.slow
-@daily("dampening-sequential", "momentum-vectorized")
 @pytest.mark.parametrize(("name", "execution"), in_turn(OPTIMIZERS, EXECUTIONS))
 def test_rounds_follow_the_paper(tmp_path, name, execution):
     ended, _ = federated(tmp_path, FedNova(), execution, optimizer=OPTIMIZERS[name], local_epochs=2)
@@ -76,7 +75,6 @@ def test_the_amount_of_work_is_the_papers(momentum, steps):
 
 
 @pytest.mark.slow
-@daily("plain")
 @pytest.mark.parametrize("optimizer", ["plain", "momentum"])
 def test_equal_steps_are_federated_averaging(tmp_path, optimizer):
     settings = {"optimizer": OPTIMIZERS[optimizer], "norm": nn.LayerNorm}

@@ -20,7 +20,6 @@ from tests.algorithms.written_out import (
     mean,
     stepped,
 )
-from tests.grids import daily
 from tests.helpers import Data, Module, blobs, fit, network, trainer
 
 
@@ -34,7 +33,6 @@ def not_true(logits, targets, temperature):
 
 
 @pytest.mark.slow
-@daily("1.0-vectorized", "2.5-sequential")
 @pytest.mark.parametrize("execution", EXECUTIONS)
 @pytest.mark.parametrize("temperature", [1.0, 2.5])
 def test_rounds_follow_the_paper(tmp_path, execution, temperature):
@@ -60,7 +58,6 @@ def test_rounds_follow_the_paper(tmp_path, execution, temperature):
 
 
 @pytest.mark.slow
-@daily("vectorized")
 @pytest.mark.parametrize("execution", EXECUTIONS)
 def test_without_the_term_it_is_federated_averaging(tmp_path, execution):
     """What the received model sees of a batch changes no statistics of the client's."""

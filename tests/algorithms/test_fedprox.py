@@ -17,12 +17,10 @@ from tests.algorithms.written_out import (
     initial,
     mean,
 )
-from tests.grids import daily
 from tests.helpers import Module, assert_same
 
 
 @pytest.mark.slow
-@daily("vectorized")
 @pytest.mark.parametrize("execution", EXECUTIONS)
 def test_rounds_follow_the_paper(tmp_path, execution):
     ended, _ = federated(tmp_path, FedProx(mu=0.7), execution, local_epochs=2)
@@ -40,7 +38,6 @@ def test_rounds_follow_the_paper(tmp_path, execution):
 
 
 @pytest.mark.slow
-@daily("vectorized")
 @pytest.mark.parametrize("execution", EXECUTIONS)
 def test_without_the_term_it_is_federated_averaging(tmp_path, execution):
     ended, _ = federated(tmp_path, FedProx(mu=0.0), execution, norm=nn.BatchNorm1d)

@@ -23,7 +23,7 @@ from lightning_lowrank.models import MLP
 from lightning_lowrank.optim import projected_parameter_groups
 from lightning_lowrank.seeding import derive_seed
 from tests.algorithms.written_out import in_order
-from tests.grids import all_pairs, daily
+from tests.grids import all_pairs
 from tests.helpers import Module, assert_same, fit, network, trainer, weights
 
 CLIENTS = [list(range(40)), list(range(40, 60)), list(range(60, 103))]
@@ -120,7 +120,6 @@ def convolutions():
 
 
 @pytest.mark.slow
-@daily()
 @pytest.mark.parametrize(
     ("execution", "options", "factorized"),
     all_pairs(["sequential", "vectorized"], [{"weight_decay": 0.1}, {"nesterov": True}], [False, True]),

@@ -20,7 +20,6 @@ from tests.algorithms.written_out import (
     mean,
     stepped,
 )
-from tests.grids import daily
 from tests.helpers import network
 
 
@@ -41,7 +40,6 @@ def contrastive(own, received, last, inputs, temperature):
 
 
 @pytest.mark.slow
-@daily("vectorized")
 @pytest.mark.parametrize("execution", EXECUTIONS)
 def test_rounds_follow_the_paper(tmp_path, execution):
     ended, loop = federated(tmp_path, MOON("net.2", mu=2.0, temperature=0.4), execution, local_epochs=2)

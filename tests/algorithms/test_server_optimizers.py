@@ -8,7 +8,7 @@ from torch import nn
 from lightning_lowrank import FedAdam, FedAvg, FedAvgM, FedYogi
 from lightning_lowrank.federated.state import Base, Server
 from tests.algorithms.written_out import EXECUTIONS, ROUNDS, SIZES, assert_close, batches, federated, initial, mean, sgd
-from tests.grids import daily, in_turn
+from tests.grids import in_turn
 from tests.helpers import assert_same
 
 
@@ -50,7 +50,6 @@ def test_rounds_follow_the_paper(tmp_path, name, execution):
 
 
 @pytest.mark.slow
-@daily("None")
 @pytest.mark.parametrize("norm", [None, nn.BatchNorm1d])
 def test_no_momentum_is_federated_averaging_to_the_last_bit(tmp_path, norm):
     ended, _ = federated(tmp_path, FedAvgM(momentum=0.0, lr=1.0), norm=norm)

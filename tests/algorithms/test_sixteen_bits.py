@@ -25,7 +25,6 @@ from lightning_lowrank.federated import Message
 from lightning_lowrank.federated.state import Base, ClientInfo, Server, trained_tensors
 from lightning_lowrank.layers import low_rank_layers
 from lightning_lowrank.testing import check_algorithm
-from tests.grids import nightly_except
 from tests.helpers import Module, blobs, fit, network, trainer
 
 CLIENTS = [list(range(40)), list(range(40, 60)), list(range(60, 103))]
@@ -146,7 +145,6 @@ class Sixteen(Casting):
         return super().to(torch.bfloat16)
 
 
-@nightly_except("FLoRA")
 @pytest.mark.slow
 @pytest.mark.parametrize("method", ["FLoRA", "FedMUD"])
 @pytest.mark.nightly

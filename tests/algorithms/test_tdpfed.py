@@ -15,7 +15,7 @@ from lightning_lowrank.algorithms.tdpfed import factor_gradients, refit
 from lightning_lowrank.federated.state import Base, ClientInfo, Server, trained_tensors
 from lightning_lowrank.models import MLP, VGG8
 from tests.algorithms.written_out import in_order, kept_by, own_model
-from tests.grids import daily, nightly_except
+from tests.grids import nightly_except
 from tests.helpers import Data, Module, blobs, fit, network, trainer, weights
 
 CLIENTS = [list(range(40)), list(range(40, 60)), list(range(60, 103)), []]
@@ -245,7 +245,6 @@ def train_client(theirs, start, client, joint, reset, kept):
 
 @nightly_except("sequential-False-1.0-round", "vectorized-True-1.8-round")
 @pytest.mark.slow
-@daily("sequential-True-1.8-round", "vectorized-False-1.0-never")
 @pytest.mark.parametrize(
     ("execution", "joint", "mixing", "reset"),
     [
@@ -391,7 +390,6 @@ def convolutions():
     )
 
 
-@nightly_except("ACT")
 @pytest.mark.slow
 @pytest.mark.parametrize("aggregation", ["AFM", "ACT"])
 @pytest.mark.nightly
@@ -452,7 +450,6 @@ def test_refuses_what_it_cannot_train(tmp_path):
 
 
 @pytest.mark.slow
-@daily()
 @pytest.mark.parametrize("aggregation", ["AFM", "ACT"])
 def test_a_run_that_diverges_ends_with_the_cause(tmp_path, aggregation):
     algorithm = TDPFed(**{**SMALL, "regularization": 1e6}, aggregation=aggregation)
@@ -461,7 +458,6 @@ def test_a_run_that_diverges_ends_with_the_cause(tmp_path, aggregation):
 
 
 @pytest.mark.slow
-@daily()
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_low_precision_follows_single_precision(tmp_path, dtype):
     """Each of Adam's steps is less than what these types resolve, and its eps is zero in half precision."""

@@ -12,7 +12,7 @@ from lightning_lowrank.federated import Base, ClientContext, ClientInfo, LocalSt
 from lightning_lowrank.federated.state import trained_tensors
 from lightning_lowrank.seeding import derive_seed, generator
 from tests.algorithms import plain
-from tests.grids import all_pairs, daily
+from tests.grids import all_pairs
 from tests.helpers import Data, Module, fit, network, trainer
 
 METHODS = [GradientMask, SlidingWindowMask, RandomMask]
@@ -62,7 +62,6 @@ def test_rounds_in_plain_pytorch(tmp_path, method, share, settings):
 
 
 @pytest.mark.slow
-@daily("None-RandomMask", "BatchNorm1d-SlidingWindowMask")
 @pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize("norm", [None, nn.BatchNorm1d])
 def test_whole_it_is_fedavg(tmp_path, method, norm):

@@ -42,7 +42,6 @@ from lightning_lowrank.federated.checks import check_factors_move
 from lightning_lowrank.federated.privacy import Mechanism
 from lightning_lowrank.federated.privacy.samples import SampleGradients
 from lightning_lowrank.seeding import generator
-from tests.grids import nightly_except
 from tests.helpers import Data, Module, assert_same, blobs, draw, fit, network, trainer, weights
 
 SGD = partial(torch.optim.SGD, lr=0.1)
@@ -320,7 +319,6 @@ def test_noise_is_found_for_the_steps(tmp_path):
     assert 2.99 < callback.epsilon() <= 3.0
 
 
-@nightly_except("False")
 @pytest.mark.slow
 @pytest.mark.parametrize("federated", [False, True])
 @pytest.mark.nightly

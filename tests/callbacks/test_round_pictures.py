@@ -26,7 +26,6 @@ from lightning_lowrank.cli.parser import CLI_SETTINGS, LowRankCLI
 from lightning_lowrank.cli.runs import find_runs
 from lightning_lowrank.data import Digits
 from lightning_lowrank.models import MLP, Classifier
-from tests.grids import nightly_except
 
 IMAGES = {"pictures/rounds", "pictures/bytes"}
 
@@ -203,7 +202,6 @@ def test_rounds_between_pictures_are_at_least_one():
         RoundPictures(every_n_rounds=0)
 
 
-@nightly_except("CSVLogger-False-False")
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("logger", "own", "added"),

@@ -7,7 +7,7 @@ import torch
 
 from lightning_lowrank.compression import DecodingError, Quantize
 from lightning_lowrank.compression.wire import Layout
-from tests.grids import daily, nightly_except
+from tests.grids import nightly_except
 from tests.helpers import draw
 
 
@@ -17,7 +17,6 @@ def norm_of(bucket, norm):
 
 @nightly_except("4-7-1-l2", "8-127-None-l2")
 @pytest.mark.slow
-@daily()
 @pytest.mark.parametrize(
     ("bits", "levels", "bucket_size", "norm"),
     [

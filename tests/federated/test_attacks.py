@@ -45,7 +45,7 @@ from tests.algorithms.written_out import (
     resumed_ends,
     sgd,
 )
-from tests.grids import daily, nightly_except
+from tests.grids import nightly_except
 from tests.helpers import Data, Module, fit, trainer, weights
 
 CLASSES = 4
@@ -103,7 +103,6 @@ ATTACKS = {
     "sign flip-vectorized",
 )
 @pytest.mark.slow
-@daily("ALIE-vectorized", "model replacement-sequential")
 @pytest.mark.parametrize("execution", EXECUTIONS)
 @pytest.mark.parametrize(("attack", "forge", "poisoned"), ATTACKS.values(), ids=ATTACKS)
 def test_attack_is_what_is_written_out(tmp_path, attack, forge, poisoned, execution):

@@ -19,7 +19,7 @@ from lightning_lowrank.federated.client_states import flatten_state
 from lightning_lowrank.federated.failures import describe_error
 from lightning_lowrank.federated.protocols import UnequalClients, inherits
 from tests.algorithms.methods import LOW_RANK, METHODS, each_method
-from tests.grids import daily, nightly_except
+from tests.grids import nightly_except
 from tests.helpers import Data, Module, SaveEachStep, assert_same, blobs, lightnings_own, network, trainer, weights
 
 PARTS = [list(range(5)), list(range(5, 30)), list(range(30, 52)), list(range(52, 75))]
@@ -253,7 +253,6 @@ def test_a_sample_that_cannot_be_read_ends_its_client_alone(tmp_path, shuffle):
     assert failed[2][ROUND]["comm/down_bytes"] == failed[2][0]["comm/down_bytes"]
 
 
-@nightly_except()
 @pytest.mark.slow
 @pytest.mark.parametrize("workers", [{"num_workers": 2}, {"num_workers": 2, "persistent_workers": True}])
 @pytest.mark.nightly
@@ -537,7 +536,6 @@ def assert_same_round(resumed, whole):
 
 @nightly_except("steps0-end")
 @pytest.mark.slow
-@daily("steps0-step")
 @pytest.mark.parametrize("failing", ["step", "end"])
 @pytest.mark.parametrize("steps", [(13, 14, 15, 17), (12, 16, 18)], ids=["steps0", "steps1"])
 def test_a_run_that_is_resumed_has_the_same_failures(tmp_path, steps, failing):

@@ -62,7 +62,6 @@ def run(tmp_path, algorithm, personal_test, execution="sequential", callbacks=()
 
 
 @pytest.mark.slow
-@daily("LocalTraining-sequential", "FedAvg-vectorized")
 @pytest.mark.parametrize("execution", ["sequential", "vectorized"])
 @pytest.mark.parametrize("algorithm", [FedAvg, LocalTraining])
 def test_on_the_validation_samples_of_its_labels(tmp_path, execution, algorithm):

@@ -14,7 +14,7 @@ from lightning_lowrank import FedAvg, FederatedLoop, FromIndices, StaticBatchNor
 from lightning_lowrank.federated.data.batches import Request, SeededBatches
 from lightning_lowrank.federated.randomness import OwnGenerators
 from tests.federated.execution.runs import UNEVEN
-from tests.grids import daily, nightly_except
+from tests.grids import nightly_except
 from tests.helpers import Module, blobs, fit, network, trainer, weights
 
 GENERATORS = {
@@ -178,7 +178,6 @@ def test_a_method_without_a_seed_is_not_called():
 
 @nightly_except("albumentations")
 @pytest.mark.slow
-@daily()
 @pytest.mark.parametrize("name", ["numpy", "monai", "albumentations"])
 def test_rounds_are_the_same_again_together_and_with_workers(tmp_path, name):
     ends, dataset = [], DATASETS[name]()

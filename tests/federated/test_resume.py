@@ -26,7 +26,6 @@ from lightning_lowrank import (
     load_dense,
     recover,
 )
-from tests.grids import nightly_except
 from tests.helpers import Data, Module, assert_same, fit, network, trainer, weights
 
 ROOT = Path(__file__).parents[2]
@@ -93,7 +92,6 @@ def test_a_module_that_the_trainer_makes_double_is_not_rounded(tmp_path, low_ran
         assert_same(weights(module), weights(resumed))
 
 
-@nightly_except()
 @pytest.mark.parametrize(
     ("low_rank", "arguments"), [(False, {"val_check_interval": 0.5}), (True, {"accumulate_grad_batches": 2})]
 )

@@ -46,7 +46,7 @@ from lightning_lowrank.testing import check_algorithm
 from tests.algorithms import plain
 from tests.algorithms.methods import LOW_RANK, METHODS
 from tests.algorithms.plain import CLIENTS, PARTICIPANTS, double
-from tests.grids import daily, in_turn, nightly_except
+from tests.grids import in_turn, nightly_except
 from tests.helpers import Data, Module, assert_same, fit, network, trainer, weights
 
 CHANNELS: dict[str, dict[str, Any]] = {
@@ -193,7 +193,6 @@ def test_old_factors_are_forgotten_in_every_execution_and_after_resuming(tmp_pat
 
 
 @pytest.mark.slow
-@daily()
 @pytest.mark.parametrize("share", [0.05, 0.5])
 def test_a_downlink_with_error_feedback_is_that_of_ef21p(tmp_path, share):
     sparse = {"downlink": [TopK(share, error_feedback=True)]}
@@ -285,7 +284,7 @@ def test_a_lossy_downlink_folds_in_what_it_sends(tmp_path, kind, interval):
 BASE_CHANGES = ("FedMUD", "FedSB", "FedLoRA-FLoRA", "FedLoRA-FedEx", "FedLoRA-CoLR", "FedLoRA-FLoRIST")
 
 
-@daily("FedMUD-8 bits", "FedLoRA-FedEx-8 bits")
+@nightly_except("FedMUD-8 bits", "FedLoRA-FedEx-8 bits", "FedSB-half", "FedLoRA-FLoRA-half")
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("codecs", "parts"),
@@ -317,7 +316,6 @@ def test_bytes_that_are_no_broadcast_of_two_parts(data):
 
 @nightly_except("both ways-case6", "half precision down-SCAFFOLD", "sparse changes in half precision up-FedAvg")
 @pytest.mark.slow
-@daily("eight bits up-SCAFFOLD", "both ways-case6")
 @pytest.mark.parametrize(
     ("channels", "algorithm"), in_turn(CHANNELS, [FedAvg, SCAFFOLD, partial(FedAvgM, momentum=0.5)])
 )
@@ -355,7 +353,6 @@ def test_a_round_is_resumed_from_each_of_its_steps(tmp_path, channels, execution
 
 
 @pytest.mark.slow
-@daily("average", "local")
 @pytest.mark.parametrize("buffers", ["average", "local", "reset"])
 def test_buffers_travel_exactly(tmp_path, buffers):
     seen = []

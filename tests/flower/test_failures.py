@@ -36,7 +36,7 @@ from tests.flower.helpers import (
     write_recipe,
 )
 from tests.flower.local_grid import LocalGrid
-from tests.grids import daily, nightly_except
+from tests.grids import nightly_except
 
 FAST = {
     "federated": {"clients_per_round": None, "local_epochs": 1},
@@ -267,7 +267,6 @@ def test_settings_are_checked():
 
 
 @pytest.mark.slow
-@daily()
 @pytest.mark.parametrize(
     ("changes", "said"),
     [
@@ -294,9 +293,7 @@ def test_recipes_that_cannot_run_across_sites(tmp_path, changes, said):
         build([fast(tmp_path, changes)])
 
 
-@nightly_except("FedAvg")
 @pytest.mark.slow
-@daily("HeteroFL")
 @pytest.mark.parametrize("algorithm", ["HeteroFL", "FedAvg"])
 @pytest.mark.nightly
 def test_a_method_that_needs_static_batch_norm_says_what_sites_can_have(tmp_path, monkeypatch, algorithm):

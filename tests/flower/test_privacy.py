@@ -6,7 +6,6 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from lightning_lowrank.federated import client_states
 from lightning_lowrank.federated.privacy import Mechanism
 from tests.flower.helpers import reasons, run_on_sites, write_recipe
-from tests.grids import nightly_except
 
 pytestmark = pytest.mark.slow
 UNIFORM = {"weighting": "uniform"}
@@ -49,7 +48,6 @@ def test_sites_add_noise(tmp_path):
     assert found > 20.0 * 0.5 / 2
 
 
-@nightly_except()
 @pytest.mark.parametrize(
     "settings",
     [

@@ -27,7 +27,7 @@ from lightning_lowrank import (
 )
 from lightning_lowrank.interop.checkpoints import adapter_checkpoint
 from lightning_lowrank.lora import keep_base_changes
-from tests.grids import daily, nightly_except
+from tests.grids import nightly_except
 from tests.helpers import Data, Module, fit, trainer
 from tests.interop.helpers import peft
 
@@ -161,7 +161,6 @@ INPUTS = torch.randn(9, 6, generator=torch.Generator().manual_seed(2))
     "SumProduct(split='left', method='exact')-torchao",
 )
 @pytest.mark.slow
-@daily("FLoRA()-stand-in")
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("operator", [ProductSum(), SumProduct(), FLoRA(), FedEx(), CoLR()], ids=repr)
 def test_a_quantised_base_trains_as_the_dense_one_of_the_same_function(tmp_path, operator, kind):

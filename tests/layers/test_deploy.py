@@ -76,7 +76,6 @@ def test_a_layer_in_onnx_takes_batches_of_every_size(tmp_path, dense, form, role
         torch.testing.assert_close(torch.tensor(found), layer(each), rtol=1e-4, atol=1e-4)
 
 
-@nightly_except("linear-MatrixProduct-weight")
 @pytest.mark.slow
 @pytest.mark.parametrize(("dense", "form", "role"), CASES, ids=names)
 @pytest.mark.nightly

@@ -364,7 +364,6 @@ def test_merging_composes_once_and_is_undone_bit_for_bit(role, modifier, dense):
 
 @nightly_except("embedding-update-BlockKronecker(grid=False)")
 @pytest.mark.slow
-@daily("embedding-update-BlockKronecker(grid=False)")
 @pytest.mark.parametrize(
     ("dense", "role", "factorization"),
     in_turn(

@@ -41,7 +41,7 @@ from lightning_lowrank.lora import LowRankPair, Operator, find_adapters, require
 from lightning_lowrank.registry import subclasses_by_name
 from lightning_lowrank.testing import check_algorithm
 from tests.algorithms.written_out import own_model
-from tests.grids import daily, in_turn, nightly_except
+from tests.grids import in_turn, nightly_except
 from tests.helpers import Data, Module, assert_same, blobs, fit, network, trainer, weights
 
 CLIENTS = [list(range(40)), list(range(40, 60)), list(range(60, 103))]
@@ -161,7 +161,6 @@ def test_fed_ex_is_exact_though_its_base_moves(tmp_path):
 
 
 @pytest.mark.slow
-@daily("FFA", "RoLoRA", "FLoRA")
 @pytest.mark.parametrize("operator", [ProductSum, FFA, RoLoRA, FedSA, FLoRA, FedEx, CoLR])
 def test_only_what_moves_is_sent(tmp_path, operator):
     factors = {f"net.{layer}.factors.{name}" for layer in (0, 2, 4) for name in "UV"}
@@ -215,7 +214,6 @@ def test_clients_that_sat_out_get_what_they_missed(tmp_path):
     "SumProduct(split='left', method='exact'), {'levels': (1.0, 0.5)}",
 )
 @pytest.mark.slow
-@daily("FLoRA(), {}", "CoLR(trained_factor='A'), {}")
 @pytest.mark.parametrize(
     "make",
     [
@@ -301,7 +299,6 @@ def test_idle_clients_hear_of_a_changed_base(tmp_path):
 
 
 @pytest.mark.slow
-@daily("SumProduct-vectorized")
 @pytest.mark.parametrize(
     ("operator", "execution"), in_turn([RBLA, ZeroPadding, SumProduct, FLoRA, FedEx], ["sequential", "vectorized"])
 )

@@ -26,7 +26,7 @@ from lightning_lowrank import (
 )
 from lightning_lowrank.federated.ledger import dense_bytes
 from lightning_lowrank.layers import low_rank_layers
-from tests.grids import daily, nightly_except
+from tests.grids import nightly_except
 from tests.helpers import Data, Module, blobs, fit, trainer
 
 CLIENTS = [list(range(12)), list(range(12, 20)), list(range(20, 32))]
@@ -170,7 +170,6 @@ CASES = [
 
 @nightly_except("bert-case0-case0", "gpt-case9-case9")
 @pytest.mark.slow
-@daily("bert-case0-case0", "convolutions-case6-case6")
 @pytest.mark.parametrize(("network", "operator", "settings"), CASES)
 def test_a_wrapped_module_trains_as_our_own_layers_do(peft, tmp_path, network, operator, settings):
     theirs, ours = pair(peft, tmp_path / "start", network)
@@ -277,7 +276,6 @@ OTHERS = {
 
 
 @pytest.mark.slow
-@daily("VeraConfig")
 @pytest.mark.parametrize("config", OTHERS)
 def test_other_methods_of_peft_are_averaged_and_nothing_frozen_is_sent(peft, tmp_path, config):
     torch.manual_seed(0)

@@ -23,7 +23,6 @@ from lightning_lowrank import (
 from lightning_lowrank.data import AnsweredTexts, Instructions, PackTexts
 from lightning_lowrank.models import CausalLM
 from tests import texts
-from tests.grids import daily
 from tests.helpers import assert_same, fit, trainer, weights
 
 transformers = pytest.importorskip("transformers")
@@ -316,7 +315,6 @@ class Recorded(FedLoRA):
 
 
 @pytest.mark.slow
-@daily("sequential-bf16-mixed")
 @pytest.mark.parametrize("precision", ["bf16-mixed", "32-true"])
 @pytest.mark.parametrize("execution", ["sequential", "vectorized"])
 def test_adapters_beside_a_base_of_16_bits_are_of_32(tmp_path, llama, execution, precision):

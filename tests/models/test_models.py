@@ -13,7 +13,6 @@ from torchmetrics.classification import MulticlassAccuracy
 
 from lightning_lowrank.data import Digits
 from lightning_lowrank.models import CNN4, CNN8, MLP, VGG8, Classifier, ConvBlock, Network
-from tests.grids import daily
 
 
 def trainer(**kwargs):
@@ -437,7 +436,6 @@ def test_yaml_with_short_class_names(monkeypatch, tmp_path):
 
 
 @pytest.mark.slow
-@daily()
 @pytest.mark.parametrize(
     ("data", "name", "validation", "augment"),
     [

@@ -8,7 +8,6 @@ from torch import nn
 
 from lightning_lowrank.cli import main
 from lightning_lowrank.models import Classifier, Network, ResNet18, ResNet34
-from tests.grids import daily
 
 REFERENCE = {ResNet18: torchvision.models.resnet18, ResNet34: torchvision.models.resnet34}
 
@@ -44,7 +43,6 @@ def test_parameters_are_torchvisions_but_for_the_stem(network_class):
 
 
 @pytest.mark.slow
-@daily("ResNet18")
 @pytest.mark.parametrize("network_class", REFERENCE)
 @pytest.mark.nightly
 def test_forward_is_torchvisions_without_max_pooling_behind_the_same_stem(network_class):
@@ -106,7 +104,6 @@ def test_classifier_takes_sizes_from_the_network():
 
 
 @pytest.mark.slow
-@daily("ResNet34")
 @pytest.mark.parametrize("network_class", REFERENCE)
 def test_short_class_name_on_the_command_line(network_class, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)

@@ -11,7 +11,7 @@ from lightning_lowrank.compression import Codec, Dense, Half, Quantize, TopK
 from lightning_lowrank.federated import Algorithm, Message
 from lightning_lowrank.federated.state import copy_into
 from lightning_lowrank.testing import PARTS, Expected, check_algorithm, small_module
-from tests.grids import daily, nightly_except
+from tests.grids import nightly_except
 
 UPDATE = partial(LowRank, MatrixProduct(), rank=2, summary=False)
 
@@ -39,7 +39,6 @@ def test_a_method_of_ones_own_keeps_the_contract():
 
 @nightly_except("held copy")
 @pytest.mark.slow
-@daily("held copy")
 @pytest.mark.parametrize(
     "settings",
     [

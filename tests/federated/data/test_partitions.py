@@ -12,7 +12,7 @@ from torch.utils.data import ConcatDataset, IterableDataset, Subset, TensorDatas
 from lightning_lowrank.federated.data import IID, ByKey, Dirichlet, FromIndices, LabelCount, find_labels
 from lightning_lowrank.seeding import generator
 from tests.federated.data.datasets import WithAttribute
-from tests.grids import daily, nightly_except
+from tests.grids import nightly_except
 from tests.helpers import SHARED_DATA
 
 LABELS = torch.arange(1003) % 10
@@ -133,7 +133,6 @@ def test_iid_is_uniform():
 
 @nightly_except("0.1-10")
 @pytest.mark.slow
-@daily()
 @pytest.mark.parametrize(("alpha", "clients"), [(0.1, 2), (0.1, 10), (1.0, 10), (10.0, 2)])
 def test_dirichlet_shares_have_the_moments_of_the_distribution(alpha, clients):
     labels = torch.zeros(10_000, dtype=torch.int64)

@@ -31,7 +31,6 @@ from lightning_lowrank.federated.data.planner import RoundPlanner
 from lightning_lowrank.federated.execution import auto, memory, stack
 from lightning_lowrank.federated.execution.channels_last import ChannelsLast
 from tests.federated.execution.runs import OPTIMIZERS, UNEVEN, Double, Item, Kept, Reader, assert_close, both, run
-from tests.grids import daily
 from tests.helpers import Data, Module, blobs, draw, fit, network, trainer, weights
 
 
@@ -87,7 +86,6 @@ def test_steps_are_tried_on_a_dataset_that_only_workers_can_read(tmp_path, capsy
 
 
 @pytest.mark.slow
-@daily()
 @pytest.mark.parametrize(
     ("faster", "times", "said"),
     [("vectorized", (2.0, 1.0), "step together"), ("sequential", (1.0, 2.0), "one after another")],
@@ -113,7 +111,6 @@ def test_auto_says_what_it_chose_and_leaves_no_trace(tmp_path, capsys, monkeypat
 
 
 @pytest.mark.slow
-@daily()
 @pytest.mark.parametrize(("module", "cause"), [(Item, "takes a number out of a tensor"), (Kept, "Read it from")])
 def test_auto_falls_back_and_says_why(tmp_path, capsys, module, cause):
     fallen, loop, _ = run(tmp_path, "auto", module=module)
@@ -359,7 +356,6 @@ def with_hook(hook, sizes, kind=Callback):
 
 
 @pytest.mark.slow
-@daily()
 @pytest.mark.parametrize(
     "hook", ["on_train_batch_start", "on_before_zero_grad", "on_before_backward", "on_train_batch_end"]
 )

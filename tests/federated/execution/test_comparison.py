@@ -136,9 +136,7 @@ def test_a_step_is_compared_again_where_the_module_has_changed(tmp_path, monkeyp
         return fit(trainer(tmp_path, loop, checkpoints, max_epochs=3), module, Data(), ckpt_path=ckpt_path)
 
     monkeypatch.setattr(auto, "time_both", lambda *given: (2.0, 1.0))
-    message = (
-        r"from round 1 on: .*its loss is .* for the client alone.*sequential.*allow_changes=\['execution'\]"
-    )
+    message = r"from round 1 on: .*its loss is .* for the client alone.*sequential.*allow_changes=\['execution'\]"
     with pytest.raises(MisconfigurationException, match=message):
         run(execution)
     resumed = run("sequential", tmp_path / execution / "last.ckpt", allow_changes=["execution"])

@@ -26,12 +26,11 @@ from lightning_lowrank.federated.execution.stack import ClientStack
 from lightning_lowrank.federated.protocols import OwnSteps, UnequalClients
 from lightning_lowrank.layers import low_rank_layers
 from tests.federated.execution.runs import FORMS, OPTIMIZERS, UNEVEN, Double, Manual, assert_close, both, run
-from tests.grids import daily, in_turn, nightly_except
+from tests.grids import in_turn, nightly_except
 from tests.helpers import Data, Module, fit, network, trainer, weights
 
 
 @pytest.mark.slow
-@daily("decoupled blocks-FedAvg")
 @pytest.mark.parametrize(
     ("form", "algorithm"), [*((form, FedAvg) for form in FORMS), ("update", FedMUD), ("decoupled blocks", FedMUD)]
 )
@@ -78,7 +77,6 @@ def test_every_elementwise_optimizer_is_tested():
 
 
 @pytest.mark.slow
-@daily()
 @pytest.mark.parametrize(
     "clip", [{"gradient_clip_val": 0.3}, {"gradient_clip_val": 0.02, "gradient_clip_algorithm": "value"}]
 )
@@ -104,7 +102,6 @@ def test_clips_with_a_parameter_without_dimensions(tmp_path):
     both(tmp_path, module=Scaled, trainer={"max_epochs": 1, "gradient_clip_val": 0.3})
 
 
-@nightly_except("Adadelta", "momentum")
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "optimizer", [pytest.param(name, marks=() if name == "ProjectedAdamW" else pytest.mark.slow) for name in OPTIMIZERS]
@@ -202,7 +199,6 @@ def test_a_clients_learning_rate_and_a_schedule_of_steps(tmp_path):
         run(tmp_path, "sequential", client_settings=SETTINGS, module=partial(Module, scheduler=decay, interval="step"))
 
 
-@nightly_except("CP")
 @pytest.mark.parametrize("form", ["update", "decoupled blocks", "CP"])
 @pytest.mark.slow
 @pytest.mark.nightly
@@ -351,7 +347,6 @@ def test_the_number_that_steps_together_does_not_matter(tmp_path, together):
 
 
 @pytest.mark.slow
-@daily("LayerNorm-average")
 @pytest.mark.parametrize(
     ("norm", "buffers"),
     [(nn.BatchNorm1d, "average"), (nn.BatchNorm1d, "local"), (nn.BatchNorm1d, "reset"), (nn.LayerNorm, "average")],

@@ -12,7 +12,6 @@ from scipy.stats import norm
 from lightning_lowrank import ClientPrivacy, DifferentialPrivacy
 from lightning_lowrank.federated.privacy import Mechanism
 from lightning_lowrank.federated.privacy.accounting import _renyi, noise_for, total_epsilon
-from tests.grids import nightly_except
 
 SETTINGS = [
     (Mechanism(1.1, 10, 1000), 100, 1e-5),
@@ -62,7 +61,6 @@ def test_epsilon_is_the_librarys(mechanism, steps, delta):
     assert 0 < found < 1000
 
 
-@nightly_except()
 @pytest.mark.slow
 @pytest.mark.parametrize(("mechanism", "steps", "delta"), SETTINGS[:7])
 @pytest.mark.nightly
@@ -72,7 +70,6 @@ def test_epsilon_by_loss_distributions_is_the_librarys(mechanism, steps, delta):
     assert found <= mechanism.epsilon(steps, delta) + 1e-6
 
 
-@nightly_except("pld")
 @pytest.mark.parametrize(
     "kind", [pytest.param("rdp", marks=pytest.mark.slow), pytest.param("pld", marks=pytest.mark.slow)]
 )
@@ -111,7 +108,6 @@ def test_what_a_neighbour_changes(sampling):
     assert bound <= found < 1.35 * bound
 
 
-@nightly_except("poisson")
 @pytest.mark.slow
 @pytest.mark.parametrize("sampling", ["poisson", "fixed"])
 @pytest.mark.nightly
