@@ -230,6 +230,7 @@ def test_an_evaluation_after_the_fit_is_no_round_and_the_seconds_are_of_all_roun
     assert [run.count for run in find_runs([tmp_path])] == [4, 3]
 
 
+@pytest.mark.slow
 def test_a_large_file_is_read_by_column(tmp_path, monkeypatch):
     def refuse(*arguments, **named):
         pytest.fail("a dictionary for each row")

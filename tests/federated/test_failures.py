@@ -19,7 +19,7 @@ from lightning_lowrank.federated.client_states import flatten_state
 from lightning_lowrank.federated.failures import describe_error
 from lightning_lowrank.federated.protocols import UnequalClients, inherits
 from tests.algorithms.methods import LOW_RANK, METHODS, each_method
-from tests.grids import nightly_except
+from tests.grids import daily, nightly_except
 from tests.helpers import Data, Module, SaveEachStep, assert_same, blobs, lightnings_own, network, trainer, weights
 
 PARTS = [list(range(5)), list(range(5, 30)), list(range(30, 52)), list(range(52, 75))]
@@ -324,6 +324,7 @@ class ObjectiveBegins(ObjectiveFails):
     fails = False
 
 
+@daily("begin-True-sequential", "loss-False-sequential", "begin-True-vectorized")
 @pytest.mark.parametrize("execution", ["sequential", "vectorized"])
 @pytest.mark.parametrize(("hook", "longest"), [("begin", True), ("begin", False), ("configure", True), ("loss", False)])
 def test_a_client_that_fails_to_begin_leaves_its_chunk(tmp_path, execution, hook, longest):
@@ -552,6 +553,7 @@ def test_a_run_that_is_resumed_has_the_same_failures(tmp_path, steps, failing):
         assert_same_round(run(tmp_path, **settings(tmp_path / f"step={step}.ckpt")), whole)
 
 
+@pytest.mark.slow
 def test_a_chunk_that_lost_a_client_is_resumed_as_it_was_planned(tmp_path):
     settings = {"execution": "vectorized", "chunk_size": 3, "uplink": [TopK(0.3, error_feedback=True)]}
     saving = [SaveEachStep(tmp_path)]

@@ -388,6 +388,7 @@ def test_a_signal_ends_the_fit_after_the_step(tmp_path):
     assert_same(weights(module), start)
 
 
+@daily()
 @pytest.mark.parametrize("method", ["FedAvg", "keep"])
 def test_a_checkpoint_inside_a_client_is_of_its_start(tmp_path, method):
     settings = {"optimizer_state": "keep", "uplink": [Half()]} if method == "keep" else {}
@@ -425,6 +426,7 @@ def test_a_checkpoint_inside_a_client_is_of_its_start(tmp_path, method):
         assert resumed.ledger.state_dict() == loop.ledger.state_dict()
 
 
+@pytest.mark.slow
 def test_a_run_is_resumed_again_and_again(tmp_path):
     class Validated(pl.Callback):
         def __init__(self) -> None:

@@ -172,6 +172,7 @@ def test_the_table_of_clients_holds_no_formula(tmp_path):
     assert {row["client"] for row in run.clients} >= {"=1+1", "'=1+1", "'ada", "＝1+1", "-3"}
 
 
+@pytest.mark.slow
 def test_a_drawn_part_of_the_clients_is_judged(tmp_path):
     found = []
     for count in (None, 4, 4, 11, 50):

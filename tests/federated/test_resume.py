@@ -148,6 +148,7 @@ class Starts(Module):
         self.rate = 0.5
 
 
+@pytest.mark.slow
 def test_a_hook_that_lightning_leaves_out_is_named(tmp_path):
     """From a checkpoint after an optimizer step, Lightning does not call on_train_epoch_start in the next round."""
 

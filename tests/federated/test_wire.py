@@ -299,6 +299,7 @@ def test_methods_that_change_the_base_keep_their_contract_with_a_lossy_downlink(
     check_algorithm(method.make, method.expected, lowrank=lowrank, settings=settings, parts=parts)
 
 
+@pytest.mark.slow
 def test_unequal_ranks_with_a_lossy_downlink(tmp_path):
     """The announced change is one for all ranks, and each client's factors have an encoding of their own."""
     settings = {"init": "lora", "freeze_rest": True, "allow_larger": True}

@@ -30,7 +30,7 @@ from lightning_lowrank import (
 from lightning_lowrank.cli import main
 from lightning_lowrank.federated.protocols import Personal, UnequalClients
 from lightning_lowrank.federated.state import copy_into, trained_tensors
-from tests.grids import each_of
+from tests.grids import daily, each_of
 from tests.helpers import Data, Module, blobs, fit, network, trainer, weights
 from tests.interop.helpers import LORA
 
@@ -154,6 +154,7 @@ def test_a_model_that_was_judged_before_statistics_are_static_is_given(tmp_path)
     assert not torch.equal(weights(plain)["net.1.running_mean"], torch.zeros(16))
 
 
+@daily("plain")
 @pytest.mark.parametrize("compiled", ["run", "plain", "both"])
 def test_a_compiled_modules_run_loads_into_a_plain_one(tmp_path, compiled):
     def module(compiles):

@@ -18,6 +18,7 @@ from lightning_lowrank import DifferentialPrivacy, FedAvg, FederatedLoop, FromIn
 from lightning_lowrank.data.images import TensorImages, collate_images
 from lightning_lowrank.federated.data.batches import BatchReader, Request, Requests, SeededBatches, batch_of
 from lightning_lowrank.federated.randomness import seed_process
+from tests.grids import daily
 from tests.helpers import Module, trainer
 
 IMAGES = torch.randn(100, 2, 8, generator=torch.Generator().manual_seed(0))
@@ -230,6 +231,7 @@ WITH_WORKERS: dict[str, Any] = {
 }
 
 
+@daily("together-True", "alone-False", "unreadable-False", "failing-True")
 @pytest.mark.parametrize("persistent", [False, True])
 @pytest.mark.parametrize("kind", WITH_WORKERS)
 def test_a_fit_leaves_no_worker(tmp_path, kind, persistent):
@@ -249,6 +251,7 @@ def test_a_fit_leaves_no_worker(tmp_path, kind, persistent):
     assert set(multiprocessing.active_children()) <= before
 
 
+@pytest.mark.slow
 def test_a_reloaded_loader_leaves_no_worker(tmp_path):
     data = TensorDataset(torch.randn(32, 6), torch.arange(32) % 4)
 

@@ -76,6 +76,7 @@ class OfWorkers(Dataset):
         return tuple(tensor[index] for tensor in blobs().tensors)
 
 
+@pytest.mark.slow
 def test_steps_are_tried_on_a_dataset_that_only_workers_can_read(tmp_path, capsys):
     loop = FederatedLoop(FedAvg(), partition=FromIndices(UNEVEN), execution="auto", summary=False)
     loader = DataLoader(OfWorkers(), batch_size=8, num_workers=1)
@@ -624,6 +625,7 @@ def test_a_resumed_or_continued_run_keeps_the_format(tmp_path, monkeypatch):
     assert not plain.rounds.execution.channels_last
 
 
+@pytest.mark.slow
 def test_a_later_step_that_takes_views_says_what_would_do(tmp_path, monkeypatch):
     class Later(Convolving):
         def on_train_epoch_start(self):

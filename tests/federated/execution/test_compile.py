@@ -243,6 +243,7 @@ def test_a_resumed_run_ends_where_the_first_did(tmp_path, traced):
     assert_close(weights(whole), weights(resumed), tolerance=1e-12)
 
 
+@pytest.mark.slow
 def test_compiling_may_turn_the_scale(tmp_path, monkeypatch, traced):
     tried = []
     monkeypatch.setattr(auto, "time_both", lambda *arguments: tried.append(arguments) or (2.0, 4.0 - len(tried) ** 2))
