@@ -174,6 +174,10 @@ class Configured:
         cls.__init__ = recorded  # type: ignore[method-assign]
 
 
+# Reading a signature takes longer than all else that is done with it, and classes are asked again in every round.
+_signature = functools.cache(inspect.signature)
+
+
 def _by_name(bound: inspect.BoundArguments) -> dict[str, Any]:
     """Bound arguments by name, those in ``**`` included, without the first (``self``)."""
     bound.apply_defaults()
@@ -201,15 +205,16 @@ def recorded_arguments(obj: Any) -> dict[str, Any]:
     attributes = getattr(obj, "__dict__", {})
     given = attributes.get("_given_arguments")
     if given is None:
-        parameters = inspect.signature(type(obj).__init__).parameters
+        parameters = _signature(type(obj).__init__).parameters
         given = {name: attributes[name] for name in parameters if name in attributes}
     return {name: attributes.get(name, value) for name, value in given.items()}
 
 
 def arguments_of(thing: object) -> dict[str, Any]:
     """The `recorded_arguments` that differ from their defaults."""
-    fields = dataclasses.fields(thing) if dataclasses.is_dataclass(thing) else ()
-    defaults = {name: each.default for name, each in inspect.signature(type(thing)).parameters.items()}
+    kind: Any = type(thing)
+    fields = dataclasses.fields(kind) if dataclasses.is_dataclass(kind) else ()
+    defaults = {name: each.default for name, each in _signature(kind).parameters.items()}
     defaults |= {each.name: each.default_factory() for each in fields if callable(each.default_factory)}
     found = {}
     for name, value in recorded_arguments(thing).items():

@@ -6,7 +6,8 @@ import zlib
 
 import numpy as np
 import pytest
-import torch
+
+from tests.seeding import seed_torch
 
 # Each Trainer asks for the callbacks that installed packages register, and reads the metadata of all of them for that.
 importlib.metadata.entry_points = functools.cache(importlib.metadata.entry_points)
@@ -47,6 +48,6 @@ def own_seeds(monkeypatch, request):
     seed_everything leaves its seed in the environment as well, where the next test's callbacks would find it.
     """
     seed = zlib.crc32(request.node.nodeid.encode())
-    torch.manual_seed(seed), np.random.seed(seed), random.seed(seed)
+    seed_torch(seed), np.random.seed(seed), random.seed(seed)
     monkeypatch.setenv("PL_GLOBAL_SEED", "0")
     monkeypatch.delenv("PL_GLOBAL_SEED")

@@ -17,6 +17,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from lightning_lowrank.federated import loop
 from lightning_lowrank.federated.local import LocalTraining
 from lightning_lowrank.layers import CP, BlockKronecker, Hadamard, MatrixProduct
+from tests.seeding import seed_torch
 
 SHARED_DATA = Path(__file__).parents[2] / "shared" / "data"
 
@@ -51,7 +52,7 @@ def draw(*shape: int, seed: int = 0) -> Tensor:
 def network(
     features: int = 6, classes: int = 4, norm: type[nn.Module] | None = None, dropout: float = 0.0
 ) -> nn.Module:
-    torch.manual_seed(3)
+    seed_torch(3)
     layers: list[nn.Module] = [nn.Linear(features, 16)]
     if norm is not None:
         layers.append(norm(16))
