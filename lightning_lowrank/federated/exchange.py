@@ -84,8 +84,8 @@ class Exchange(ABC):
         self._labels = parts.labels
         self.wire = Wire(self.algorithm, self.settings.uplink, self.settings.downlink)
         self.answers = Answers(self.server, self.settings.least_answers)
-        self.infinite: frozenset[str] = frozenset()
-        """Names of buffers that hold numbers that are not finite, such as a mask of -inf."""
+        self.infinite: dict[str, Tensor] = {}
+        """The initial values of buffers that hold numbers that are not finite, such as a mask of -inf."""
         self._received: dict[int, Mapping[str, Tensor]] = {}
         self.stages: Sequence[RoundStage] = self._make_stages(parts)
         """In the order in which they see messages."""
@@ -118,7 +118,7 @@ class Exchange(ABC):
         check_rule(self.algorithm, self.server.aggregator)
         self.wire.setup(base)
         buffers = base.initial_buffers
-        self.infinite = frozenset(name for name, value in buffers.items() if first_non_finite({name: value}))
+        self.infinite = {name: value for name, value in buffers.items() if first_non_finite({name: value})}
 
     def notes(self, trainer: Any) -> list[str]:
         """Notes for the user on the global model's behaviour with this method, one sentence each."""
@@ -208,13 +208,13 @@ class Exchange(ABC):
         Raises:
             NotFiniteError: If not.
         """
-        tensors, allowed = _without(message.tensors, packet.finite), set(self.infinite)
+        tensors, allowed = _without(message.tensors, packet.finite), dict(self.infinite)
         if self.settings.uplink or message.codec is not None:
             sends = f"as {type(packet.codec).__name__} sends it"
             changes = self.takes_changes(packet)
             decoded = _without(packet.arrived, packet.finite) if changes else packet.received
             tensors |= {f"{name} {sends}": value for name, value in decoded.items()}
-            allowed |= {f"{name} {sends}" for name in self.infinite}
+            allowed |= {f"{name} {sends}": value for name, value in self.infinite.items()}
         name = first_non_finite(tensors, allowed)
         if name is not None:
             raise NotFiniteError(f"its {name} holds numbers that are not finite")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import cmath
 import traceback
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -17,6 +17,7 @@ from lightning_lowrank.federated.state import Server
 
 # Phrases in messages: torch raises most of these as a plain RuntimeError.
 _OF_MEMORY = ("out of memory", "can't allocate memory", "not enough memory")
+_NONE: Mapping[str, Tensor] = {}
 _PACKAGE = Path(__file__).parents[1]
 _OF_THE_MACHINE = (*_OF_MEMORY, "CUDA error")
 
@@ -91,28 +92,36 @@ def client_names(clients: Sequence[int]) -> str:
 
 
 @torch.no_grad()
-def first_non_finite(tensors: Mapping[str, Tensor], allowed: Collection[str] = ()) -> str | None:
-    """The name of the first tensor with a non-finite number, except for ``allowed`` names; ``None`` if there is none.
+def first_non_finite(tensors: Mapping[str, Tensor], allowed: Mapping[str, Tensor] = _NONE) -> str | None:
+    """The name of the first tensor with a non-finite number that is not allowed; ``None`` if there is none.
 
     If there is none, the device is synchronised once.
+
+    Args:
+        tensors: The tensors.
+        allowed: Values with allowed non-finite numbers, by name, such as a mask of -inf. A number that is the same
+            there, in the last dimensions, is allowed; in a tensor of another shape each is.
 
     Example:
         >>> first_non_finite({"w": torch.zeros(2), "v": torch.tensor([1.0, torch.inf])})
         'v'
     """
-    checked = {name: value.detach() for name, value in tensors.items() if name not in allowed and _may_fail(value)}
+    checked = {name: _but_for(value.detach(), allowed.get(name)) for name, value in tensors.items() if _may_fail(value)}
     if not checked or _total_is_finite(map(_wide, checked.values())):
         return None
     return next((name for name, value in checked.items() if not bool(_wide(value).isfinite().all())), None)
 
 
 @torch.no_grad()
-def non_finite_rows(stacks: Mapping[str, Tensor], allowed: Collection[str] = ()) -> dict[int, str]:
-    """Rows of ``[clients, …]`` stacks with non-finite numbers, each with the name of the first such tensor."""
+def non_finite_rows(stacks: Mapping[str, Tensor], allowed: Mapping[str, Tensor] = _NONE) -> dict[int, str]:
+    """Rows of ``[clients, …]`` stacks with non-finite numbers, each with the name of the first such tensor.
+
+    ``allowed`` is that of `first_non_finite`.
+    """
     checked = {
-        name: _wide(stack.detach()).reshape(len(stack), -1)
+        name: _wide(_but_for(stack.detach(), allowed.get(name))).reshape(len(stack), -1)
         for name, stack in stacks.items()
-        if name not in allowed and _may_fail(stack)
+        if _may_fail(stack)
     }
     if not checked or _total_is_finite(checked.values()):
         return {}
@@ -121,6 +130,17 @@ def non_finite_rows(stacks: Mapping[str, Tensor], allowed: Collection[str] = ())
         for place in (~rows.isfinite().all(1)).nonzero().flatten().tolist():
             found.setdefault(place, name)
     return found
+
+
+def _but_for(value: Tensor, allowed: Tensor | None) -> Tensor:
+    """A value with zeros in place of its allowed non-finite numbers."""
+    if allowed is None:
+        return value
+    value = _wide(value)
+    if value.shape[value.ndim - allowed.ndim :] != allowed.shape:
+        return value.nan_to_num(0, 0, 0)
+    allowed = allowed.to(value)
+    return value.masked_fill((value == allowed) | (value.isnan() & allowed.isnan()), 0)
 
 
 def _may_fail(value: Tensor) -> bool:

@@ -38,6 +38,11 @@ def copy_into(live: Mapping[str, Tensor], values: Mapping[str, Tensor]) -> None:
         copy_each([live[name] for name in values], list(values.values()))
 
 
+def difference(value: Tensor, reference: Tensor) -> Tensor:
+    """``value - reference``, and 0 where both are infinite alike, as the numbers of a mask of -inf."""
+    return (value - reference).masked_fill(value == reference, 0)
+
+
 @dataclass
 class Base:
     """A copy of the module, with the state that server and clients share.

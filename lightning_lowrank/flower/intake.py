@@ -269,10 +269,15 @@ class Intake:
         names: dict[str, list[str]] = {}
         for name, value in tensors.items():
             kind = _kind(name, value, base.initial_buffers, model)
-            if kind is None or name in self.coordinator.infinite:
+            infinite = self.coordinator.infinite.get(name)
+            if kind is None or (infinite is not None and infinite.shape != value.shape):
                 continue
             # A tensor that already is a change has no origin, and is compared with the model's tensor.
             reference = origin.get(name, known.get(name))
+            if infinite is not None and reference is not None:
+                # What began as an infinite number has no distance from a finite one.
+                endless = infinite.cpu().isfinite().logical_not()
+                value, reference = value.masked_fill(endless, 0), reference.cpu().masked_fill(endless, 0)
             before, after = squares.setdefault(kind, ([], []))
             names.setdefault(kind, []).append(name)
             if reference is not None and reference.shape == value.shape:

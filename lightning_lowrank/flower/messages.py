@@ -11,7 +11,7 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from dataclasses import fields as dataclass_fields
 from typing import Any
@@ -89,7 +89,7 @@ def read_upload(
     data: bytes,
     schema: Schema,
     decode: Callable[[bytes, Schema], Mapping[str, Tensor]],
-    infinite: Collection[str] = (),
+    infinite: Mapping[str, Tensor] | None = None,
 ) -> dict[str, Tensor]:
     """Decode a site's answer into tensors on the CPU.
 
@@ -97,7 +97,7 @@ def read_upload(
         data: The bytes; empty if the method sends nothing.
         schema: Names, types and shapes of the tensors.
         decode: Decodes the bytes, such as a codec's ``decode``.
-        infinite: Names of tensors that may hold numbers that are not finite.
+        infinite: ``allowed`` of `first_non_finite`.
 
     Raises:
         DecodingError: If the bytes cannot be decoded, whatever ``decode`` raises, or hold other tensors, or numbers
@@ -118,7 +118,7 @@ def read_upload(
         raise DecodingError(f"it cannot be decoded: {describe_error(error)}") from error
     # A user's own codec may ignore the schema.
     schema.check({name: (value.dtype, tuple(value.shape)) for name, value in tensors.items()})
-    bad = first_non_finite(tensors, infinite)
+    bad = first_non_finite(tensors, infinite or {})
     if bad is not None:
         raise DecodingError(f"the tensor {bad!r} holds numbers that are not finite.")
     return {name: tensors[name] for name in schema.entries}

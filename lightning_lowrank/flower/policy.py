@@ -20,8 +20,10 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import Tensor
 
 from lightning_lowrank.callbacks import DifferentialPrivacy
+from lightning_lowrank.federated.failures import first_non_finite
 from lightning_lowrank.federated.messages import Message
 from lightning_lowrank.federated.privacy import ClientPrivacy
+from lightning_lowrank.federated.state import difference
 from lightning_lowrank.flower.approval import Approvals, EachOnce
 from lightning_lowrank.flower.messages import Fields, field_of
 from lightning_lowrank.patterns import matches
@@ -50,8 +52,9 @@ class Policy:
         secure_aggregation: Whether the site answers only if the server sees no more than a sum of several sites'
             answers.
         clip: Largest L2 norm, above 0, of the change that leaves the site, over all tensors together. A larger change
-            is scaled down to it before it is encoded. A recipe whose ``federated.privacy`` states a larger clipping
-            norm is refused, and methods that send values whose change is not known, such as `FedLoRA` with ``RoLoRA``.
+            is scaled down to it before it is encoded. Refused are recipes whose ``federated.privacy`` states a larger
+            clipping norm, methods that send values whose change is not known, such as `FedLoRA` with ``RoLoRA``, and
+            changed integers; single ones, such as BatchNorm's number of batches, are sent as they are.
         max_epsilon: Largest ε, above 0, that all rounds of all studies together may cost the site's samples. It needs
             recipes with the callback `DifferentialPrivacy`, by which the site counts in a file of its own
             (``privacy_client_<partition-id>.json`` in ``state-dir``); a round that would cost more is refused before
@@ -289,18 +292,29 @@ class Policy:
     def clipped(self, message: Message, reference: Mapping[str, Tensor], exact: Iterable[str]) -> Message:
         """A client's message with its change from ``reference`` scaled down to a norm of at most ``clip``.
 
-        A tensor without a reference of its shape is a change itself. Tensors of ``exact`` and integers stay as they
-        are.
+        A tensor without a reference of its shape is a change itself. Tensors of ``exact`` and single integers stay as
+        they are.
 
         Raises:
-            PolicyViolation: If the method has a codec of its own, whose numbers cannot be scaled.
+            PolicyViolation: If integers have changed, a change is not finite, or the method has a codec of its own,
+                whose numbers cannot be scaled.
         """
         if self.clip is None:
             return message
+        for name, value in message.tensors.items():
+            known = None if value.is_floating_point() or not value.ndim else reference.get(name)
+            if known is not None and not (known.shape == value.shape and torch.equal(known.to(value), value)):
+                reason = (
+                    f"the answer changes the integers of {name!r}, which no norm bounds: buffers='local' keeps them"
+                )
+                raise self._violation("clip", self.clip, reason)
         changes = _changes(message.tensors, reference, exact)
         norm = _norm(changes)
-        if not norm > self.clip:
+        if norm <= self.clip:
             return message
+        infinite = first_non_finite(changes)
+        if infinite is not None:
+            raise self._violation("clip", self.clip, f"the change of {infinite!r} is not finite")
         if message.codec is not None:
             reason = f"the change has the norm {norm:.4g} in {type(message.codec).__name__}, which cannot be scaled"
             raise self._violation("clip", self.clip, reason)
@@ -321,7 +335,7 @@ class Policy:
         if self.clip is None:
             return
         norm = _norm(_changes(received, reference, exact))
-        if norm > _ROUNDING * self.clip:
+        if not norm <= _ROUNDING * self.clip:
             reason = f"the uplink's codecs enlarge the change to the norm {norm:.4g}"
             raise self._violation("clip", self.clip, reason)
 
@@ -351,7 +365,7 @@ def _changes(tensors: Mapping[str, Tensor], reference: Mapping[str, Tensor], exa
         known = reference.get(name)
         changes[name] = value.double()
         if known is not None and known.shape == value.shape:
-            changes[name] = changes[name] - known.to(value.device).double()
+            changes[name] = difference(changes[name], known.to(value.device).double())
     return changes
 
 

@@ -28,6 +28,7 @@ from lightning_lowrank.aggregation import WeightedMean
 from lightning_lowrank.compression import DecodingError, Schema
 from lightning_lowrank.federated.protocols import needs_only_mean
 from lightning_lowrank.federated.settings import FederatedSettings
+from lightning_lowrank.federated.state import difference
 from lightning_lowrank.flower.messages import Fields
 from lightning_lowrank.flower.transport import Silence
 from lightning_lowrank.internals import flower as internals
@@ -176,7 +177,9 @@ def write_answer(message: Message, context: Context, changes: Mapping[str, Tenso
         MisconfigurationException: If a number is larger than the server's announced range, which would clip it.
     """
     largest, most = internals.limits_of(context)
-    highest = max((float(change.abs().max()) for change in changes.values() if change.numel()), default=0.0)
+    # A tensor's max(), because Python's may pass over NaN.
+    largest_of_each = [change.abs().max() for change in changes.values() if change.numel()]
+    highest = float(torch.stack(largest_of_each).max()) if largest_of_each else 0.0
     if not highest * weight / most <= largest:
         raise MisconfigurationException(
             f"a number of the change is {highest:.3g}, but the sum takes at most {largest:g}: give the run a"
@@ -189,7 +192,7 @@ def write_answer(message: Message, context: Context, changes: Mapping[str, Tenso
 def changes_of(received: Mapping[str, Tensor], reference: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Differences of tensors from a reference of the same name and shape, in double precision."""
     return {
-        name: value.double() - reference[name].to(value.device).double()
+        name: difference(value.double(), reference[name].to(value.device).double())
         if name in reference and reference[name].shape == value.shape
         else value.double()
         for name, value in received.items()

@@ -11,6 +11,7 @@ from lightning_lowrank.flower.intake import Intake, limit_claims
 from lightning_lowrank.flower.members import Members
 from lightning_lowrank.flower.messages import pack
 from tests.algorithms.methods import METHODS, each_method
+from tests.flower import hostile_sites
 from tests.flower.hostile_sites import (
     OWN_CODECS,
     Tally,
@@ -88,6 +89,31 @@ def test_finite_poison_decides_nothing(target, change):
     assert "norm" in refused[hostile]
     for name, value in honest.items():
         assert torch.equal(found[name], value)
+
+
+def test_a_mask_of_infinite_numbers_is_measured_where_it_is_finite(monkeypatch):
+    """An infinite number may stay or become a finite one, and a change of the others is bounded."""
+
+    def masked(*arguments):
+        module = contract_module(*arguments)
+        module.register_buffer("mask", torch.tensor([1.0, -torch.inf]))
+        return module
+
+    contract_module = hostile_sites.contract_module
+    monkeypatch.setattr(hostile_sites, "contract_module", masked)
+    target = Target("FedAvg", "dense")
+    hostile = target.clients[-1]
+    for mask, told in (
+        ([1.0, -torch.inf], ""),
+        ([1.0, 5.0], ""),
+        ([1e6, -torch.inf], "norm"),
+        ([1.0, torch.nan], "'mask' holds numbers that are not finite"),
+        ([-torch.inf, -torch.inf], "'mask' holds numbers that are not finite"),
+    ):
+        tensors = {**Dense().decode(target.uploads[hostile]), "mask": torch.tensor(mask)}
+        refused, _ = take(target, {**target.uploads, hostile: Dense().encode(tensors)})
+        assert told in refused.get(hostile, "")
+        assert [*refused] == ([hostile] if told else [])
 
 
 @pytest.mark.slow

@@ -130,6 +130,32 @@ def test_changes_are_clipped_over_all_tensors():
         policy.check_change({"a": torch.tensor([3.0])}, {"a": torch.zeros(1)}, [])
 
 
+def test_changed_integers_are_not_sent_beside_a_clipped_change():
+    policy, counts = Policy(clip=1.0), torch.tensor([3, 4])
+    reference = {"counts": counts, "batches": torch.tensor(5)}
+    same = Message({"counts": counts.clone(), "batches": torch.tensor(9)})
+    assert policy.clipped(same, reference, []) is same
+    for changed in (torch.tensor([3, 5]), torch.tensor([3, 4, 0]), torch.tensor([True, False])):
+        with pytest.raises(PolicyViolation, match=r"clip=1\.0.*integers of 'counts'"):
+            policy.clipped(Message({"counts": changed}), reference, [])
+    assert Policy().clipped(Message({"counts": counts + 1}), reference, []).tensors["counts"].tolist() == [4, 5]
+
+
+def test_infinite_numbers_lift_no_clip():
+    """The difference of two infinite numbers is NaN, which compares as false with every clip."""
+    policy, mask = Policy(clip=1.0), torch.tensor([0.0, -torch.inf])
+    reference = {"a": torch.zeros(2), "mask": mask}
+    clipped = policy.clipped(Message({"a": torch.full((2,), 5.0), "mask": mask}), reference, [])
+    torch.testing.assert_close(clipped.tensors, {"a": torch.full((2,), 0.5**0.5), "mask": mask})
+    policy.check_change(clipped.tensors, reference, [])
+    for other in (torch.nan, torch.inf, 0.0):
+        sent = {"a": torch.full((2,), 5.0), "mask": torch.tensor([0.0, other])}
+        with pytest.raises(PolicyViolation, match=r"clip=1\.0.*'mask' is not finite"):
+            policy.clipped(Message(sent), reference, [])
+        with pytest.raises(PolicyViolation, match=r"clip=1\.0"):
+            policy.check_change(sent, reference, [])
+
+
 VIOLATIONS = {
     "min_clients": ({"min_clients": 2}, {}, "query.join"),
     "max_download": ({"max_download": 1000}, {}, "train.round"),

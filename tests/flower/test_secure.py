@@ -4,13 +4,13 @@ import pytest
 import torch
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
-from lightning_lowrank.compression import Dense
+from lightning_lowrank.compression import Dense, Schema
 from lightning_lowrank.federated.client_states import load
 from lightning_lowrank.federated.state import trained_tensors
 from lightning_lowrank.flower import remote_rounds, server
 from lightning_lowrank.flower.client import client_app
 from lightning_lowrank.flower.messages import TRAIN, options_of
-from lightning_lowrank.flower.secure import SECURE
+from lightning_lowrank.flower.secure import SECURE, changes_of, with_changes
 from lightning_lowrank.flower.site import Site
 from lightning_lowrank.internals.flower import configuration_of
 from tests.flower.helpers import (
@@ -253,3 +253,12 @@ def test_a_site_refuses_to_answer_in_clear(tmp_path, monkeypatch):
     with pytest.raises(MisconfigurationException, match=r"no site made round 0: .*PolicyViolation"):
         run_on_sites(recipe, tmp_path, node_config=lambda client: {"policy": file})
     assert "policy has secure_aggregation=true" in reasons(tmp_path)[-1]
+
+
+def test_a_mask_of_infinite_numbers_is_summed():
+    mask = {"mask": torch.tensor([0.0, -torch.inf]), "count": torch.tensor([3])}
+    changes = changes_of({"mask": torch.tensor([0.5, -torch.inf]), "count": torch.tensor([4])}, mask)
+    assert changes["mask"].tolist() == [0.5, 0.0]
+    summed = with_changes(changes, mask, Schema.of(mask))
+    assert summed["mask"].tolist() == [0.5, -torch.inf]
+    assert summed["count"].tolist() == [4]

@@ -22,6 +22,7 @@ from lightning_lowrank.aggregation.aggregator import float64_device
 from lightning_lowrank.arguments import join_names
 from lightning_lowrank.federated.algorithm import Algorithm, detached
 from lightning_lowrank.federated.checks import check_factors_move, refuse_batch_norm
+from lightning_lowrank.federated.failures import first_non_finite
 from lightning_lowrank.federated.messages import Message
 from lightning_lowrank.federated.privacy.accounting import Mechanism, noise_for
 from lightning_lowrank.federated.privacy.clients import ClientPrivacy
@@ -29,7 +30,7 @@ from lightning_lowrank.federated.privacy.noise import gaussian
 from lightning_lowrank.federated.protocols import ChangesBase, needs_only_mean, reference
 from lightning_lowrank.federated.settings import FederatedSettings
 from lightning_lowrank.federated.stages import Arrival, RoundStage, Way
-from lightning_lowrank.federated.state import ClientContext, ClientInfo, Server, trained_tensors
+from lightning_lowrank.federated.state import ClientContext, ClientInfo, Server, difference, trained_tensors
 
 _BEGAN = "privacy.began"
 
@@ -248,6 +249,11 @@ class PrivateMean(RoundStage):
     def _clipped(self, message: Mapping[str, Tensor], center: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], bool]:
         update = _update(message, center)
         norm = torch.linalg.vector_norm(torch.stack([torch.linalg.vector_norm(value) for value in update.values()]))
+        if not norm.isfinite():
+            raise MisconfigurationException(
+                f"ClientPrivacy bounds a client's update by its norm, and that of {first_non_finite(update)!r} is not"
+                " finite: leave the buffer out, or keep it with its client (buffers='local')."
+            )
         scale = (self.clip / norm.clamp(min=1e-300)).clamp(max=1.0)
         return {name: value * scale for name, value in update.items()}, bool(norm <= self.clip)
 
@@ -360,7 +366,7 @@ def _wide(value: Tensor) -> Tensor:
 
 def _update(message: Mapping[str, Tensor], center: Mapping[str, Tensor]) -> dict[str, Tensor]:
     return {
-        name: _wide(value) - _wide(center[name]) if name in center else _wide(value)
+        name: difference(_wide(value), _wide(center[name])) if name in center else _wide(value)
         for name, value in message.items()
         if value.is_floating_point()
     }
