@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import secrets
 from collections.abc import Mapping
 from contextlib import ExitStack
@@ -22,6 +23,8 @@ from lightning_lowrank.federated.data.poisson import PoissonLoader
 from lightning_lowrank.federated.data.sampling import NeedsPoissonBatches
 from lightning_lowrank.federated.execution.base import while_training
 from lightning_lowrank.federated.execution.compiled import tensors_in
+from lightning_lowrank.federated.execution.mapped_leaks import refuse_writes
+from lightning_lowrank.federated.execution.why_not import hooks_around_steps
 from lightning_lowrank.federated.loop import FederatedLoop
 from lightning_lowrank.federated.privacy.accounting import Accountant, Mechanism, check_budget, noise_for
 from lightning_lowrank.federated.privacy.noise import gaussian
@@ -34,6 +37,9 @@ from lightning_lowrank.internals.replaced import replaced
 from lightning_lowrank.seeding import default_seed
 
 _LOGGED_CLIENTS = 32
+_OF_SAMPLES = ("on_train_batch_start", "on_train_batch_end", "on_before_backward")
+"""Hooks that are given samples or their loss."""
+_OF_TRANSFERS = ("on_before_batch_transfer", "transfer_batch_to_device", "on_after_batch_transfer")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -91,8 +97,8 @@ class DifferentialPrivacy(NeedsPoissonBatches, Configured, Callback):
     Raises:
         MisconfigurationException: If an argument is out of range. When a fit begins, if the training cannot be
             private: BatchNorm, manual optimization, accumulated or shared batches, several processes without a
-            federation, methods and optimizers that take several gradients of a batch,
-            factors of which none can move.
+            federation, methods and optimizers that take several gradients of a batch, factors of which none can move.
+            In a step, if the training step or a hook that is given the batch changes the model itself.
 
     Example:
         >>> import lightning as L
@@ -256,6 +262,12 @@ class DifferentialPrivacy(NeedsPoissonBatches, Configured, Callback):
         def private_step(batch: Any, *arguments: Any) -> torch.Tensor:
             return self._step(trainer, pl_module, gradients, batch, arguments)
 
+        listeners: list[pl.LightningModule | Callback] = [pl_module, *getattr(trainer, "callbacks", [])]
+        for listener in listeners:
+            hooks = _OF_SAMPLES + (_OF_TRANSFERS if listener is pl_module else ())
+            for hook in hooks_around_steps(listener, hooks):
+                refuse = functools.partial(_refuse_write, f"{type(listener).__name__}.{hook}()")
+                self._steps.enter_context(refuse_writes(listener, hook, lambda: _given_out(pl_module), refuse))
         standing = while_training(trainer, own, private_step)
         self._steps.enter_context(replaced(pl_module, training_step=standing))
         if self._loop is not None:
@@ -512,6 +524,20 @@ class DifferentialPrivacy(NeedsPoissonBatches, Configured, Callback):
     def _compared(self) -> dict[str, Any]:
         names = ("clip", "noise_multiplier", "delta", "secure", "seed")
         return {name: getattr(self, name) for name in names}
+
+
+def _given_out(module: pl.LightningModule) -> dict[str, torch.Tensor]:
+    """The tensors of the trained model, without counters and without parameters that follow others."""
+    trained = {name: value for name, value in module.named_parameters() if value.requires_grad}
+    buffers = {name: value for name, value in module.named_buffers() if value.ndim or value.is_floating_point()}
+    return {**trained, **buffers}
+
+
+def _refuse_write(hook: str, name: str) -> MisconfigurationException:
+    return MisconfigurationException(
+        f"DifferentialPrivacy protects what training_step makes of samples, and {hook}, which is given them or their"
+        f" loss, changes {name} without clipping or noise: change it in another hook, such as on_before_zero_grad()."
+    )
 
 
 class _Lazy:

@@ -53,6 +53,26 @@ def mapped(stack: Tensor, dimension: int = 0) -> Tensor:
     return _add_batch_dim(stack, dimension, 1)
 
 
+@contextmanager
+def no_assignments_to_data() -> Iterator[None]:
+    """A context in which an assignment of a mapped tensor to ``tensor.data`` is an error, as torch has it within vmap.
+
+    Within ``vmap(grad(...))`` torch lets it pass, and the next use of the tensor ends the process.
+    """
+    own: Any = Tensor.data
+
+    def assign(tensor: Tensor, value: Tensor) -> None:
+        if is_transformed(value):
+            raise RuntimeError("mutating directly with `.data` under vmap transform is not allowed.")
+        own.__set__(tensor, value)
+
+    Tensor.data = property(own.__get__, assign)  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        del Tensor.data
+
+
 # Accelerators
 
 

@@ -628,6 +628,137 @@ def test_modules_that_are_refused(tmp_path, module, said):
         fit(trainer(tmp_path, private()), module(), Data(blobs(40)))
 
 
+def changed_by(hook, change):
+    """Return a module with a buffer of its own, one of whose hooks changes it or a parameter."""
+
+    class Changing(Module):
+        def __init__(self):
+            super().__init__(network(), SGD)
+            self.register_buffer("mean", torch.zeros(6))
+            self.register_buffer("count", torch.tensor(0))
+
+    def changing(self, *given):
+        inputs = next((each for each in given if isinstance(each, (list, tuple))), given)[0]
+        with torch.no_grad():
+            change(self, inputs.mean(0) if inputs.ndim else inputs.repeat(6))
+        return getattr(pl.LightningModule, hook)(self, *given) if hook != "training_step" else self.loss(given[0])
+
+    setattr(Changing, hook, changing)
+    return Changing()
+
+
+CHANGES = {
+    "in place": lambda module, mean: module.mean.copy_(mean),
+    "assigned": lambda module, mean: setattr(module, "mean", mean),
+    "data": lambda module, mean: setattr(module.mean, "data", mean),
+    "a parameter": lambda module, mean: module.net[0].weight[0].copy_(mean),
+}
+HOOKS = ("on_train_batch_start", "on_before_backward", "on_train_batch_end", "on_after_batch_transfer", "training_step")
+
+
+@pytest.mark.parametrize(("hook", "change"), [*itertools.product(HOOKS, CHANGES)][:-1])
+@pytest.mark.parametrize("loops", [[], [FederatedLoop(FedAvg(), clients=2, summary=False)]], ids=["plain", "federated"])
+@pytest.mark.filterwarnings("ignore:.*cannot be mapped over samples")
+def test_samples_that_reach_the_model_beside_the_gradients_are_refused(tmp_path, loops, hook, change):
+    name = "net.0.weight" if change == "a parameter" else "mean"
+    place = hook if hook == "training_step" else rf"Changing\.{hook}\(\)"
+    loops = [FederatedLoop(FedAvg(), clients=2, summary=False)] if loops else []
+    with pytest.raises(MisconfigurationException, match=rf"DifferentialPrivacy.*{place}.*changes {name}"):
+        fit(trainer(tmp_path, *loops, private()), changed_by(hook, CHANGES[change]), Data(blobs(40)))
+
+
+def test_a_callback_that_is_given_batches_changes_nothing(tmp_path):
+    class Copies(pl.Callback):
+        def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
+            pl_module.net.bias.data.copy_(batch[0].mean(0)[:4])
+
+    with pytest.raises(MisconfigurationException, match=r"Copies\.on_train_batch_end\(\).*changes net\.bias"):
+        fit(trainer(tmp_path, private(), Copies()), Module(linear(), SGD), Data(blobs(40)))
+
+
+class Follows(Module):
+    """A teacher that follows the trained network, by an assignment to its data as in MoCo's own code, or in place."""
+
+    def __init__(self, hook, in_place=True):
+        super().__init__(linear(), SGD)
+        self.teacher, self.hook, self.in_place = linear().requires_grad_(False), hook, in_place
+        self.register_buffer("count", torch.tensor(0))
+
+    def follow(self, hook):
+        if hook == self.hook:
+            for own, value in zip(self.teacher.parameters(), self.net.parameters(), strict=True):
+                if self.in_place:
+                    own.data.mul_(0.9).add_(value.data, alpha=0.1)
+                else:
+                    own.data = 0.9 * own.data + 0.1 * value.data
+
+    def training_step(self, batch, batch_idx):
+        self.follow("training_step")
+        return self.loss(batch)
+
+    def on_before_zero_grad(self, optimizer):
+        self.follow("on_before_zero_grad")
+
+    def on_train_batch_end(self, outputs, batch, batch_idx):
+        self.count += 1
+        self.follow("on_train_batch_end")
+
+
+@pytest.mark.parametrize("in_place", [True, False])
+@pytest.mark.parametrize("hook", ["training_step", "on_before_zero_grad", "on_train_batch_end"])
+@pytest.mark.filterwarnings("ignore:.*cannot be mapped over samples")
+def test_a_teacher_follows_once_a_batch_or_is_refused(tmp_path, hook, in_place):
+    """In a training step it would follow once for each sample."""
+    loop = FederatedLoop(FedAvg(), clients=1, ema_parameters=["teacher.*"], summary=False)
+    module = Follows(hook, in_place)
+    fitted = trainer(tmp_path, loop, private(), max_epochs=1, limit_train_batches=1)
+    if hook == "training_step":
+        with pytest.raises(MisconfigurationException, match=r"several times.*changes teacher\.weight"):
+            fit(fitted, module, Data(blobs(40)))
+        return
+    fit(fitted, module, Data(blobs(40)))
+    assert int(module.count) == 1
+    followed = module.net if hook == "on_train_batch_end" else linear()
+    for own, value, start in zip(
+        module.teacher.parameters(), followed.parameters(), linear().parameters(), strict=True
+    ):
+        torch.testing.assert_close(own.data, 0.9 * start + 0.1 * value)
+
+
+@pytest.mark.parametrize("samples", [1, 6])
+@pytest.mark.filterwarnings("ignore:.*cannot be mapped over samples")
+def test_a_trained_parameter_that_a_step_assigns_to_is_refused(samples):
+    """The step has a copy of it, which the assignment would reach alone."""
+    module = Module(linear())
+
+    def step(batch):
+        module.net.weight.data = 0.9 * module.net.weight.detach()
+        return module.loss(batch)
+
+    batch = [torch.randn(samples, 6), torch.zeros(samples, dtype=torch.long)]
+    with pytest.raises(MisconfigurationException, match=r"changes net\.weight each time"):
+        SampleGradients(module, step).clipped(["net.weight", "net.bias"], batch, samples, 1.0)
+
+
+@pytest.mark.parametrize("at_once", [None, 3])
+def test_what_a_step_does_once_for_each_call_is_refused_or_told(at_once):
+    """By parts of a batch, or by single samples where the step cannot be mapped."""
+
+    class Counting(Module):
+        def training_step(self, batch, batch_idx):
+            self.calls = getattr(self, "calls", 0) + 1
+            return self.loss(batch) * (1 if at_once or (self.calls > 0 and float(batch[0].sum()) < 1e9) else 2)
+
+    module, batch = Counting(linear()), [torch.randn(6, 6), torch.zeros(6, dtype=torch.long)]
+    module.calls = 0
+    gradients = SampleGradients(module, lambda batch: module.training_step(batch, 0), at_once)
+    with pytest.warns(UserWarning, match=r"several times.*changes the number self\.calls"):
+        gradients.clipped(["net.weight", "net.bias"], batch, 6, 1.0)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        gradients.clipped(["net.weight", "net.bias"], batch, 6, 1.0)
+
+
 @pytest.mark.parametrize(
     ("settings", "said"),
     [

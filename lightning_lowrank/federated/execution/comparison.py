@@ -27,7 +27,12 @@ from lightning_lowrank.federated.execution.differences import (
     StepResults,
     first_difference,
 )
-from lightning_lowrank.federated.execution.mapped_leaks import MappedStepGuard, changed_number, numbers_of
+from lightning_lowrank.federated.execution.mapped_leaks import (
+    MappedStepGuard,
+    changed_number,
+    numbers_of,
+    reason_of_number,
+)
 from lightning_lowrank.federated.execution.snapshot import Snapshot, trial
 from lightning_lowrank.federated.execution.stack import ClientStack, captured_logs
 from lightning_lowrank.federated.failures import is_memory_error
@@ -184,7 +189,8 @@ class _Comparison:
             loss.backward()
             # A step may assign new tensors to buffers, so look them up again.
             left = trained_tensors(module)
-            self._cause = changed_number(numbers, numbers_of(module))
+            changed = changed_number(numbers, numbers_of(module))
+            self._cause = reason_of_number(changed) if changed else ""
             if repr((random.getstate(), np.random.get_state())) != drawn_from:
                 self._cause = "it draws from random or NumPy, which gives one number to all clients"
             return {

@@ -14,7 +14,6 @@ from typing import Any
 
 import lightning.pytorch as pl
 import torch
-from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import Tensor, nn
 from torchmetrics import Metric
 
@@ -31,7 +30,7 @@ _WATCHED_CHUNKS = 2
 
 
 class MappedTensors:
-    """Removes the tensors that a failed mapped step left in a module; they could be neither moved nor read.
+    """Removes the tensors that a failed mapped step left in a module's buffers; they could be neither moved nor read.
 
     Args:
         module: The module, before the step.
@@ -44,7 +43,8 @@ class MappedTensors:
     def remove(self) -> None:
         """Restore buffers that mapped tensors replaced, and reset metrics with mapped tensors in their state."""
         for table, before in self._buffers:
-            table.update({key: value for key, value in before.items() if _is_of_map(table.get(key))})
+            left = (key for key, value in table.items() if _is_of_map(value) or isinstance(value, _Placeholder))
+            table.update({key: before[key] for key in left if key in before})
         for part in self._module.modules():
             if isinstance(part, Metric) and any(_is_of_map(each) for _, each in _inside("", vars(part))):
                 part.reset()
@@ -123,7 +123,7 @@ class MappedStepGuard:
         if self._compared < WATCHED_STEPS:
             changed = changed_number(self._numbers, numbers_of(self._module))
             if changed and self._compared:
-                raise CannotMap(changed, self._chosen)
+                raise CannotMap(reason_of_number(changed), self._chosen)
             self._compared += 1
         self._mapped_steps += mapped
 
@@ -153,11 +153,12 @@ def numbers_of(module: nn.Module) -> dict[str, Any]:
 
 
 def changed_number(before: Mapping[str, Any], now: Mapping[str, Any]) -> str:
-    """A reason why clients cannot step together: a number of the module that a step changed. Empty if none changed."""
-    changed = [name for name, value in now.items() if value != before.get(name, value)]
-    if not changed:
-        return ""
-    name = as_code(changed[0])
+    """The name of a number of the module that a step changed; empty if none changed."""
+    return next((as_code(name) for name, value in now.items() if value != before.get(name, value)), "")
+
+
+def reason_of_number(name: str) -> str:
+    """The reason why clients cannot step together, for the name of a number that a step changed."""
     return f"it changes the number {name}, which all clients share, so that it would count their steps together"
 
 
@@ -303,32 +304,40 @@ def _placeholder(name: str, refuse: Callable[[str], Exception]) -> Tensor:
 
 
 @contextmanager
-def refuse_writes(module: pl.LightningModule, hook: str) -> Iterator[None]:
-    """A context that refuses writes by a hook to the module's tensors, which hold the global model."""
-    original = getattr(module, hook)
+def refuse_writes(
+    listener: pl.LightningModule | pl.Callback,
+    hook: str,
+    tensors: Callable[[], Mapping[str, Tensor]],
+    refuse: Callable[[str], Exception],
+) -> Iterator[None]:
+    """A context that refuses writes by a hook to tensors of the module.
+
+    Args:
+        listener: The hook's module or callback.
+        hook: The hook's name.
+        tensors: Returns the module's tensors, by name.
+        refuse: Returns the error for a write, given the name of the tensor.
+    """
+    original = getattr(listener, hook)
 
     @functools.wraps(original)
     def guarded(*arguments: Any, **keywords: Any) -> Any:
-        before = _storages(module)
+        before = _storages(tensors())
         with _Writes() as noted:
             result = original(*arguments, **keywords)
         changed = [before[storage] for storage in noted.storages if storage in before]
-        changed += [name for storage, name in _storages(module).items() if storage not in before]
+        changed += [name for storage, name in _storages(tensors()).items() if storage not in before]
         if changed:
-            raise MisconfigurationException(
-                f"execution='vectorized' is not possible: {type(module).__name__}.{hook}() changes {changed[0]} in the"
-                " module, which holds the global model while clients step together. Use execution='sequential'."
-            )
+            raise refuse(changed[0])
         return result
 
-    with replaced(module, **{hook: guarded}):
+    with replaced(listener, **{hook: guarded}):
         yield
 
 
-def _storages(module: nn.Module) -> dict[int, str]:
-    """The names of a module's tensors, by storage."""
-    tensors = (*module.named_parameters(), *module.named_buffers())
-    return {storage: name for name, value in tensors if (storage := _storage(value))}
+def _storages(tensors: Mapping[str, Tensor]) -> dict[int, str]:
+    """The names of tensors, by storage."""
+    return {storage: name for name, value in tensors.items() if (storage := _storage(value))}
 
 
 def _storage(value: Any) -> int:

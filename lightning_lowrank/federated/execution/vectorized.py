@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from typing import Any
@@ -48,6 +49,13 @@ def structure_of(module: nn.Module) -> Hashable:
     )
 
 
+def _refuse_write(hook: str, name: str) -> MisconfigurationException:
+    return MisconfigurationException(
+        f"execution='vectorized' is not possible: {hook} changes {name} in the module, which holds the global model"
+        " while clients step together. Use execution='sequential'."
+    )
+
+
 class Vectorized(Execution):
     """Trains a chunk's clients together, on stacks that replace the module's parameters in the optimizers."""
 
@@ -76,8 +84,14 @@ class Vectorized(Execution):
 
     def start(self) -> None:
         """Forbid hooks around steps to change the module's tensors, which hold the global model."""
-        for hook in hooks_around_steps(self.module):
-            self._guards.enter_context(refuse_writes(self.module, hook))
+        module = self.module
+
+        def tensors() -> dict[str, Tensor]:
+            return dict(itertools.chain(module.named_parameters(), module.named_buffers()))
+
+        for hook in hooks_around_steps(module):
+            refuse = functools.partial(_refuse_write, f"{type(module).__name__}.{hook}()")
+            self._guards.enter_context(refuse_writes(module, hook, tensors, refuse))
 
     def stop(self) -> None:
         """Restore the module's hooks."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any, Protocol, runtime_checkable
 
 import lightning.pytorch as pl
@@ -74,7 +74,10 @@ _CAUSES: tuple[tuple[str, str], ...] = (
         r"requires_grad_\(\)|does not require grad and does not have a grad_fn|backward\(\) called inside",
         "it computes gradients itself (requires_grad_(), autograd.grad, backward)",
     ),
-    ("accessing `data`|storage of Batched|escaped", "it takes a client's tensor apart (.data, copy.deepcopy)"),
+    (
+        r"accessing `data`|with `\.data`|storage of Batched|escaped",
+        "it takes a client's tensor apart (.data, copy.deepcopy)",
+    ),
     ("aten::", "it uses an operation that torch cannot map"),
 )
 
@@ -148,12 +151,14 @@ def steps_are_observed(trainer: Any, algorithm: Algorithm) -> bool:
     return False
 
 
-def hooks_around_steps(listener: pl.LightningModule | pl.Callback) -> list[str]:
+def hooks_around_steps(
+    listener: pl.LightningModule | pl.Callback, hooks: Collection[str] = _CALLED_AROUND
+) -> list[str]:
     """The overridden hooks around a step, which would see the global model and a stacked batch.
 
     A callback's that Lightning or this package have defined look at neither.
     """
-    hooks = [hook for hook in _CALLED_AROUND if overrides(listener, hook)]
+    hooks = [hook for hook in hooks if overrides(listener, hook)]
     if isinstance(listener, pl.LightningModule):
         return hooks
     places = {hook: str(getattr(getattr(listener, hook), "__module__", "")) for hook in hooks}

@@ -16,12 +16,18 @@ from torchmetrics import Metric
 
 from lightning_lowrank.arguments import join_names
 from lightning_lowrank.federated.execution.compiled import tensors_in
-from lightning_lowrank.federated.execution.mapped_leaks import WATCHED_STEPS, LeftTensors, MappedTensors
+from lightning_lowrank.federated.execution.mapped_leaks import (
+    WATCHED_STEPS,
+    LeftTensors,
+    MappedTensors,
+    changed_number,
+    numbers_of,
+)
 from lightning_lowrank.federated.execution.stack import LOGGED_AGAIN, captured_logs
 from lightning_lowrank.federated.execution.why_not import cause_of
 from lightning_lowrank.federated.leaks import ChangedTensors
 from lightning_lowrank.federated.objective import loss_of
-from lightning_lowrank.internals.torch import as_rows, recurrent_weights_kept
+from lightning_lowrank.internals.torch import as_rows, no_assignments_to_data, recurrent_weights_kept
 from lightning_lowrank.internals.transformers import without_value_checks
 
 Logged = dict[str, Tensor]
@@ -63,7 +69,7 @@ class SampleGradients:
         self._call = _Step(module, step)
         self._at_once = at_once
         self._further = further
-        self._mapped = True
+        self._mapped, self._warned = True, False
         self._mapped_steps = 0
         self._mapped_tensors = MappedTensors(module)
         self._left = LeftTensors(module, _refuse_reading)
@@ -84,7 +90,7 @@ class SampleGradients:
 
         Raises:
             MisconfigurationException: If the batch holds a tensor of something else than its samples, or the step
-                changes a buffer or a metric.
+                changes a buffer or a metric, or is called several times and changes a parameter.
         """
         tensors = tensors_in(batch)
         wrong = [tuple(tensor.shape) for tensor in tensors if not tensor.ndim or len(tensor) != size]
@@ -103,10 +109,14 @@ class SampleGradients:
         logged: dict[str, list[Tensor]] = {}
         guarded, updates = self._guarded(), self._updates()
         tensors_before = ChangedTensors(guarded, guarded)
-        for start in range(0, size, self._at_once or size):
+        starts = range(0, size, self._at_once or size)
+        before = self._values() if len(starts) > 1 else None
+        for start in starts:
             part = [tensor[start : start + (self._at_once or size)] for tensor in tensors]
             with recurrent_weights_kept(self._module):
                 gradients, of_each, values = self._gradients(parameters, batch, part, arguments, settings)
+            if before is not None:
+                self._refuse_further_calls(before)
             rows_of = {name: as_rows(value) for name, value in gradients.items()}
             widest = max((each.dtype for each in sums.values()), key=lambda dtype: dtype.itemsize)
             each_norm = [torch.linalg.vector_norm(rows, dim=1, dtype=widest) for rows in rows_of.values()]
@@ -156,9 +166,10 @@ class SampleGradients:
 
         if self._mapped:
             try:
-                gradients, (losses, logged) = vmap(
-                    grad(of_one, has_aux=True), in_dims=(None, 0), randomness="different"
-                )(dict(parameters), list(tensors))
+                with no_assignments_to_data():
+                    gradients, (losses, logged) = vmap(
+                        grad(of_one, has_aux=True), in_dims=(None, 0), randomness="different"
+                    )(dict(parameters), list(tensors))
                 self._hide_left()
                 return gradients, losses, logged
             except MisconfigurationException:
@@ -173,12 +184,18 @@ class SampleGradients:
                     " for one sample after another, which takes longer."
                 )
 
+        before = self._values()
+
         def each(sample: list[Tensor]) -> tuple[dict[str, Tensor], tuple[Tensor, Logged]]:
             # By plain autograd, which supports inputs that torch.func.grad does not, such as packed sequences.
             with torch.enable_grad():
                 values = {name: value.detach().requires_grad_() for name, value in parameters.items()}
                 loss, logged_values = of_one(values, sample)
                 gradients = torch.autograd.grad(loss, list(values.values()), materialize_grads=True)
+            # An assignment to a parameter's data reaches the copy alone.
+            moved = [name for name, value in values.items() if value.data_ptr() != parameters[name].data_ptr()]
+            if moved or len(tensors[0]) > 1:
+                self._refuse_further_calls(before, moved)
             return dict(zip(values, gradients, strict=True)), logged_values
 
         found = [each([tensor[row] for tensor in tensors]) for row in range(len(tensors[0]))]
@@ -198,6 +215,28 @@ class SampleGradients:
     def look_again(self) -> None:
         """Replace also the tensors that a later step than the watched ones was the first to leave."""
         self._left.find_and_replace()
+
+    def _values(self) -> tuple[ChangedTensors, dict[str, Any]]:
+        """The parameters, and the numbers in attributes until the user was warned of one that changes."""
+        parameters = dict(self._module.named_parameters())
+        return ChangedTensors(parameters, parameters), {} if self._warned else numbers_of(self._module)
+
+    def _refuse_further_calls(self, before: tuple[ChangedTensors, dict[str, Any]], further: Sequence[str] = ()) -> None:
+        """Refuse changed parameters, and warn of a changed number, if a batch takes several calls of the step."""
+        parameters, numbers = before
+        changed = [*parameters.changed(), *further]
+        several = (
+            "DifferentialPrivacy calls training_step several times for a batch, for single samples or for"
+            " physical_batch_size of them"
+        )
+        if changed:
+            raise MisconfigurationException(
+                f"{several}, and it changes {join_names(changed)} each time: change parameters after the step, as in"
+                " on_before_zero_grad() or, for a moving average, on_train_batch_end()."
+            )
+        if numbers and (name := changed_number(numbers, numbers_of(self._module))):
+            self._warned = True
+            rank_zero_warn(f"{several}, and it changes the number {name} each time.")
 
     def _guarded(self) -> dict[str, Tensor]:
         return {**dict(self._module.named_buffers()), **self._further()}
