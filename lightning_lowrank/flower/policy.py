@@ -244,7 +244,7 @@ class Policy:
         Raises:
             PolicyViolation: If it would.
         """
-        if self.max_epsilon is not None and epsilon > self.max_epsilon:
+        if self.max_epsilon is not None and not epsilon <= self.max_epsilon:
             reason = f"{steps} more steps would make it {epsilon:.4g} at δ = {delta:g}, other studies included"
             raise self._violation("max_epsilon", self.max_epsilon, reason)
 
