@@ -115,8 +115,6 @@ class SampleGradients:
             part = [tensor[start : start + (self._at_once or size)] for tensor in tensors]
             with recurrent_weights_kept(self._module):
                 gradients, of_each, values = self._gradients(parameters, batch, part, arguments, settings)
-            if before is not None:
-                self._refuse_further_calls(before)
             rows_of = {name: as_rows(value) for name, value in gradients.items()}
             widest = max((each.dtype for each in sums.values()), key=lambda dtype: dtype.itemsize)
             each_norm = [torch.linalg.vector_norm(rows, dim=1, dtype=widest) for rows in rows_of.values()]
@@ -133,6 +131,8 @@ class SampleGradients:
             for name, each in values.items():
                 logged.setdefault(name, []).append(each)
         self._refuse_changes(tensors_before, updates)
+        if before is not None:
+            self._refuse_further_calls(before)
         for name, given in settings.items():
             if given.get("reduce_fx", "mean") not in ("mean", "avg", torch.mean) or LOGGED_AGAIN in name:
                 again = "twice" if LOGGED_AGAIN in name else f"with reduce_fx={given['reduce_fx']!r}"
@@ -184,7 +184,7 @@ class SampleGradients:
                     " for one sample after another, which takes longer."
                 )
 
-        before = self._values()
+        before, moved = self._values(), set[str]()
 
         def each(sample: list[Tensor]) -> tuple[dict[str, Tensor], tuple[Tensor, Logged]]:
             # By plain autograd, which supports inputs that torch.func.grad does not, such as packed sequences.
@@ -193,12 +193,12 @@ class SampleGradients:
                 loss, logged_values = of_one(values, sample)
                 gradients = torch.autograd.grad(loss, list(values.values()), materialize_grads=True)
             # An assignment to a parameter's data reaches the copy alone.
-            moved = [name for name, value in values.items() if value.data_ptr() != parameters[name].data_ptr()]
-            if moved or len(tensors[0]) > 1:
-                self._refuse_further_calls(before, moved)
+            moved.update(name for name, value in values.items() if value.data_ptr() != parameters[name].data_ptr())
             return dict(zip(values, gradients, strict=True)), logged_values
 
         found = [each([tensor[row] for tensor in tensors]) for row in range(len(tensors[0]))]
+        if moved or len(found) > 1:
+            self._refuse_further_calls(before, sorted(moved))
         stacked = {name: torch.stack([of_sample[name] for of_sample, _ in found]) for name in parameters}
         names = found[0][1][1]
         logged = {name: torch.stack([values[name] for _, (_, values) in found if name in values]) for name in names}
