@@ -38,7 +38,7 @@ _CALLED_AROUND = (*_AROUND_STEPS, "on_before_zero_grad", "on_before_backward")
 _LONGEST = 200
 _PACKAGES = ("lightning.pytorch.", "pytorch_lightning.", "lightning_lowrank.")
 ALSO_TO_RESUME = ", with allow_changes=['execution'] if the fit is resumed from a checkpoint"
-"""The end of a sentence that advises another execution than the one that ``execution='auto'`` chose."""
+"""The end of a sentence that advises another execution in a later round."""
 _CAUSES: tuple[tuple[str, str], ...] = (
     (
         r"\.item\(\)|data pointer of Tensor that|Can't detach views in-place",

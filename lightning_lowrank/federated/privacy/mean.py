@@ -22,7 +22,7 @@ from lightning_lowrank.aggregation.aggregator import float64_device
 from lightning_lowrank.arguments import join_names
 from lightning_lowrank.federated.algorithm import Algorithm, detached
 from lightning_lowrank.federated.checks import check_factors_move, refuse_batch_norm
-from lightning_lowrank.federated.failures import first_non_finite
+from lightning_lowrank.federated.failures import NotFiniteError, first_non_finite
 from lightning_lowrank.federated.messages import Message
 from lightning_lowrank.federated.privacy.accounting import Mechanism, noise_for
 from lightning_lowrank.federated.privacy.clients import ClientPrivacy
@@ -250,9 +250,9 @@ class PrivateMean(RoundStage):
         update = _update(message, center)
         norm = torch.linalg.vector_norm(torch.stack([torch.linalg.vector_norm(value) for value in update.values()]))
         if not norm.isfinite():
-            raise MisconfigurationException(
+            raise NotFiniteError(
                 f"ClientPrivacy bounds a client's update by its norm, and that of {first_non_finite(update)!r} is not"
-                " finite: leave the buffer out, or keep it with its client (buffers='local')."
+                " finite: if it is a buffer, keep it with its client (buffers='local')"
             )
         scale = (self.clip / norm.clamp(min=1e-300)).clamp(max=1.0)
         return {name: value * scale for name, value in update.items()}, bool(norm <= self.clip)
