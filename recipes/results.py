@@ -235,9 +235,14 @@ class Measured:
 
 
 def measured_of(key: Key, stored: dict[str, Any], earlier: dict[str, Any]) -> Measured | None:
-    """Return what run folders gave for a key, else what was measured before this page was made, if anything was."""
+    """Return what run folders gave for a key, else what was measured before this page was made, if anything was.
+
+    A single run of then is one of the key's, if no folder has its seed.
+    """
     runs, before = stored.get(str(key), {}), earlier.get(str(key))
     rounds_before = 0 if before is None else before.get("rounds") or key.said("trainer", "max_epochs")
+    if runs and before is not None and len(before["seeds"]) == 1 and "last" in before:
+        runs = {str(before["seeds"][0]): _run_of(before, rounds_before), **runs}
     # One seed that was run again does not take the place of three, nor a shortened run that of a whole one.
     if runs and (
         before is None
@@ -245,11 +250,12 @@ def measured_of(key: Key, stored: dict[str, Any], earlier: dict[str, Any]) -> Me
     ):
         ordered = [runs[seed] for seed in sorted(runs, key=int)]
         seconds = [run["seconds"] for run in ordered if run["seconds"] is not None]
-        made = sorted({f"{run['date']} ({run['commit']})" for run in ordered})
+        made = sorted({f"{run['date']} ({run['commit']})" if run["commit"] else run["date"] for run in ordered})
+        tens = [run["last_ten"] for run in ordered]
         return Measured(
             Figure.of([run["best"] for run in ordered]),
             Figure.of([run["last"] for run in ordered]),
-            Figure.of([run["last_ten"] for run in ordered]),
+            None if None in tens else Figure.of(tens),
             ", ".join(str(run["best_round"]) for run in ordered),
             tuple(sorted(map(int, runs))),
             min(run["rounds"] for run in ordered),
@@ -268,6 +274,21 @@ def measured_of(key: Key, stored: dict[str, Any], earlier: dict[str, Any]) -> Me
         str(before.get("seconds", "")),
         "earlier",
     )
+
+
+def _run_of(before: dict[str, Any], rounds: int) -> dict[str, Any]:
+    """Return a single run that was measured before this page was made, as it is stored."""
+    seconds = before.get("seconds")
+    return {
+        "best": float(before["best"]),
+        "last": float(before["last"]),
+        "last_ten": None,
+        "best_round": before.get("round", ""),
+        "rounds": rounds,
+        "seconds": None if seconds is None else float(str(seconds).replace(",", "")),
+        "date": "earlier",
+        "commit": "",
+    }
 
 
 def read() -> tuple[dict[str, Any], dict[str, Any]]:

@@ -89,6 +89,26 @@ def test_runs_of_the_stored_part_take_the_place_of_earlier_figures(data):
     assert "| mnist+rank_16 | 89.07 ± 1.13 | 89.18 ± 0.17 |" in shorter
 
 
+def test_a_single_earlier_run_is_one_of_the_seeds():
+    key, before = (
+        results.Key(("fedmud/fmnist", "fedmud/mud"), ()),
+        {"best": 88.0, "round": 98, "last": 86.0, "seeds": [0]},
+    )
+    (run,) = run_of(90.0).values()
+
+    def measured(stored, **changes):
+        return results.measured_of(key, {str(key): stored}, {str(key): {**before, **changes}})
+
+    found = measured({"1": run})
+    assert (str(found.best), found.seeds, found.made) == ("89.00 ± 1.41", (0, 1), "2026-11-23 (abc1234), earlier")
+    assert found.last_ten is None
+    # The same seed again, a shortened run, and one run beside the mean of three.
+    assert measured({"0": run}).seeds == (0,)
+    assert str(measured({"0": run}).best) == "90.00"
+    assert measured({"1": {**run, "rounds": 99}}).seeds == (0,)
+    assert measured({"3": run}, seeds=[0, 1, 2]).seeds == (0, 1, 2)
+
+
 def test_a_run_of_no_published_figure_is_refused(data):
     with pytest.raises(SystemExit, match=r"RESULTS\.json.*'fedslop/mnist\+carried_momentum'"):
         results.page(data[0], {**data[1], "fedslop/mnist+carried_momentum": run_of(90.0)})
