@@ -237,7 +237,7 @@ class Measured:
 def measured_of(key: Key, stored: dict[str, Any], earlier: dict[str, Any]) -> Measured | None:
     """Return what run folders gave for a key, else what was measured before this page was made, if anything was.
 
-    A single run of then is one of the key's, if no folder has its seed.
+    If that was a single run, it counts beside the folders' runs of other seeds.
     """
     runs, before = stored.get(str(key), {}), earlier.get(str(key))
     rounds_before = 0 if before is None else before.get("rounds") or key.said("trainer", "max_epochs")

@@ -24,7 +24,7 @@ from lightning_lowrank.federated.data.sampling import NeedsPoissonBatches
 from lightning_lowrank.federated.execution.base import while_training
 from lightning_lowrank.federated.execution.compiled import tensors_in
 from lightning_lowrank.federated.execution.mapped_leaks import refuse_writes
-from lightning_lowrank.federated.execution.why_not import hooks_around_steps
+from lightning_lowrank.federated.execution.why_not import users_hooks
 from lightning_lowrank.federated.loop import FederatedLoop
 from lightning_lowrank.federated.privacy.accounting import Accountant, Mechanism, check_budget, noise_for
 from lightning_lowrank.federated.privacy.noise import gaussian
@@ -265,7 +265,7 @@ class DifferentialPrivacy(NeedsPoissonBatches, Configured, Callback):
         listeners: list[pl.LightningModule | Callback] = [pl_module, *getattr(trainer, "callbacks", [])]
         for listener in listeners:
             hooks = _OF_SAMPLES + (_OF_TRANSFERS if listener is pl_module else ())
-            for hook in hooks_around_steps(listener, hooks):
+            for hook in users_hooks(listener, hooks):
                 refuse = functools.partial(_refuse_write, f"{type(listener).__name__}.{hook}()")
                 self._steps.enter_context(refuse_writes(listener, hook, lambda: _given_out(pl_module), refuse))
         standing = while_training(trainer, own, private_step)

@@ -17,7 +17,6 @@ from lightning_lowrank.federated.state import Server
 
 # Phrases in messages: torch raises most of these as a plain RuntimeError.
 _OF_MEMORY = ("out of memory", "can't allocate memory", "not enough memory")
-_NONE: Mapping[str, Tensor] = {}
 _PACKAGE = Path(__file__).parents[1]
 _OF_THE_MACHINE = (*_OF_MEMORY, "CUDA error")
 
@@ -92,7 +91,7 @@ def client_names(clients: Sequence[int]) -> str:
 
 
 @torch.no_grad()
-def first_non_finite(tensors: Mapping[str, Tensor], allowed: Mapping[str, Tensor] = _NONE) -> str | None:
+def first_non_finite(tensors: Mapping[str, Tensor], allowed: Mapping[str, Tensor] | None = None) -> str | None:
     """The name of the first tensor with a non-finite number that is not allowed; ``None`` if there is none.
 
     If there is none, the device is synchronised once.
@@ -106,20 +105,22 @@ def first_non_finite(tensors: Mapping[str, Tensor], allowed: Mapping[str, Tensor
         >>> first_non_finite({"w": torch.zeros(2), "v": torch.tensor([1.0, torch.inf])})
         'v'
     """
-    checked = {name: _but_for(value.detach(), allowed.get(name)) for name, value in tensors.items() if _may_fail(value)}
+    start = allowed or {}
+    checked = {name: _but_for(value.detach(), start.get(name)) for name, value in tensors.items() if _may_fail(value)}
     if not checked or _total_is_finite(map(_wide, checked.values())):
         return None
     return next((name for name, value in checked.items() if not bool(_wide(value).isfinite().all())), None)
 
 
 @torch.no_grad()
-def non_finite_rows(stacks: Mapping[str, Tensor], allowed: Mapping[str, Tensor] = _NONE) -> dict[int, str]:
+def non_finite_rows(stacks: Mapping[str, Tensor], allowed: Mapping[str, Tensor] | None = None) -> dict[int, str]:
     """Rows of ``[clients, …]`` stacks with non-finite numbers, each with the name of the first such tensor.
 
     ``allowed`` is that of `first_non_finite`.
     """
+    start = allowed or {}
     checked = {
-        name: _wide(_but_for(stack.detach(), allowed.get(name))).reshape(len(stack), -1)
+        name: _wide(_but_for(stack.detach(), start.get(name))).reshape(len(stack), -1)
         for name, stack in stacks.items()
         if _may_fail(stack)
     }

@@ -43,6 +43,15 @@ def difference(value: Tensor, reference: Tensor) -> Tensor:
     return (value - reference).masked_fill(value == reference, 0)
 
 
+def changed_integers(tensors: Mapping[str, Tensor], reference: Mapping[str, Tensor]) -> list[str]:
+    """Names of the tensors of integers that differ from those of a reference, or that it lacks."""
+    return [
+        name
+        for name, value in tensors.items()
+        if not (value.is_floating_point() or (name in reference and torch.equal(reference[name].to(value), value)))
+    ]
+
+
 @dataclass
 class Base:
     """A copy of the module, with the state that server and clients share.

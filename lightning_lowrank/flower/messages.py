@@ -118,7 +118,7 @@ def read_upload(
         raise DecodingError(f"it cannot be decoded: {describe_error(error)}") from error
     # A user's own codec may ignore the schema.
     schema.check({name: (value.dtype, tuple(value.shape)) for name, value in tensors.items()})
-    bad = first_non_finite(tensors, infinite or {})
+    bad = first_non_finite(tensors, infinite)
     if bad is not None:
         raise DecodingError(f"the tensor {bad!r} holds numbers that are not finite.")
     return {name: tensors[name] for name in schema.entries}

@@ -23,7 +23,7 @@ from lightning_lowrank.callbacks import DifferentialPrivacy
 from lightning_lowrank.federated.failures import first_non_finite
 from lightning_lowrank.federated.messages import Message
 from lightning_lowrank.federated.privacy import ClientPrivacy
-from lightning_lowrank.federated.state import difference
+from lightning_lowrank.federated.state import changed_integers, difference
 from lightning_lowrank.flower.approval import Approvals, EachOnce
 from lightning_lowrank.flower.messages import Fields, field_of
 from lightning_lowrank.patterns import matches
@@ -301,9 +301,8 @@ class Policy:
         """
         if self.clip is None:
             return message
-        for name, value in message.tensors.items():
-            known = None if value.is_floating_point() or not value.ndim else reference.get(name)
-            if known is not None and not (known.shape == value.shape and torch.equal(known.to(value), value)):
+        for name in changed_integers(message.tensors, reference):
+            if message.tensors[name].ndim and name in reference:
                 reason = (
                     f"the answer changes the integers of {name!r}, which no norm bounds: buffers='local' keeps them"
                 )

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import itertools
 from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from typing import Any
@@ -49,6 +48,10 @@ def structure_of(module: nn.Module) -> Hashable:
     )
 
 
+def _tensors_of(module: nn.Module) -> dict[str, Tensor]:
+    return {**dict(module.named_parameters()), **dict(module.named_buffers())}
+
+
 def _refuse_write(hook: str, name: str) -> MisconfigurationException:
     return MisconfigurationException(
         f"execution='vectorized' is not possible: {hook} changes {name} in the module, which holds the global model"
@@ -85,13 +88,9 @@ class Vectorized(Execution):
     def start(self) -> None:
         """Forbid hooks around steps to change the module's tensors, which hold the global model."""
         module = self.module
-
-        def tensors() -> dict[str, Tensor]:
-            return dict(itertools.chain(module.named_parameters(), module.named_buffers()))
-
         for hook in hooks_around_steps(module):
             refuse = functools.partial(_refuse_write, f"{type(module).__name__}.{hook}()")
-            self._guards.enter_context(refuse_writes(module, hook, tensors, refuse))
+            self._guards.enter_context(refuse_writes(module, hook, lambda: _tensors_of(module), refuse))
 
     def stop(self) -> None:
         """Restore the module's hooks."""

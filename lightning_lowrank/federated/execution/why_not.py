@@ -151,17 +151,17 @@ def steps_are_observed(trainer: Any, algorithm: Algorithm) -> bool:
     return False
 
 
-def hooks_around_steps(
-    listener: pl.LightningModule | pl.Callback, hooks: Collection[str] = _CALLED_AROUND
-) -> list[str]:
-    """The overridden hooks around a step, which would see the global model and a stacked batch.
+def hooks_around_steps(listener: pl.LightningModule | pl.Callback) -> list[str]:
+    """The user's hooks around a step, which would see the global model and a stacked batch."""
+    return users_hooks(listener, _CALLED_AROUND)
 
-    A callback's that Lightning or this package have defined look at neither.
-    """
-    hooks = [hook for hook in hooks if overrides(listener, hook)]
+
+def users_hooks(listener: pl.LightningModule | pl.Callback, hooks: Collection[str]) -> list[str]:
+    """The hooks among ``hooks`` that a module or callback overrides, without those of Lightning's and our callbacks."""
+    overridden = [hook for hook in hooks if overrides(listener, hook)]
     if isinstance(listener, pl.LightningModule):
-        return hooks
-    places = {hook: str(getattr(getattr(listener, hook), "__module__", "")) for hook in hooks}
+        return overridden
+    places = {hook: str(getattr(getattr(listener, hook), "__module__", "")) for hook in overridden}
     return [hook for hook, place in places.items() if not place.startswith(_PACKAGES)]
 
 

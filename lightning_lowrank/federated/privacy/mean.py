@@ -30,7 +30,14 @@ from lightning_lowrank.federated.privacy.noise import gaussian
 from lightning_lowrank.federated.protocols import ChangesBase, needs_only_mean, reference
 from lightning_lowrank.federated.settings import FederatedSettings
 from lightning_lowrank.federated.stages import Arrival, RoundStage, Way
-from lightning_lowrank.federated.state import ClientContext, ClientInfo, Server, difference, trained_tensors
+from lightning_lowrank.federated.state import (
+    ClientContext,
+    ClientInfo,
+    Server,
+    changed_integers,
+    difference,
+    trained_tensors,
+)
 
 _BEGAN = "privacy.began"
 
@@ -220,13 +227,14 @@ class PrivateMean(RoundStage):
         Raises:
             MisconfigurationException: If it holds changed integers, which no norm bounds.
         """
-        for name, value in message.items():
-            if not value.is_floating_point() and not (name in center and torch.equal(center[name].to(value), value)):
-                raise MisconfigurationException(
-                    f"ClientPrivacy bounds a client's update by its norm, and clients send {name!r} of"
-                    f" {str(value.dtype).removeprefix('torch.')}, which training changes: leave the buffer out, keep it"
-                    " with its client (buffers='local'), or use a method that sends floating-point numbers alone."
-                )
+        changed = changed_integers(message, center)
+        if changed:
+            kind = str(message[changed[0]].dtype).removeprefix("torch.")
+            raise MisconfigurationException(
+                f"ClientPrivacy bounds a client's update by its norm, and clients send {changed[0]!r} of {kind}, which"
+                " training changes: leave the buffer out, keep it with its client (buffers='local'), or use a method"
+                " that sends floating-point numbers alone."
+            )
         if self.privacy.noise_at == "server":
             update, inside = self._clipped(message, center)
             # The count is centred at ±1/2, so that adding a client moves it by 1/2 and replacing one by 1.
