@@ -740,6 +740,21 @@ def test_a_trained_parameter_that_a_step_assigns_to_is_refused(samples):
         SampleGradients(module, step).clipped(["net.weight", "net.bias"], batch, samples, 1.0)
 
 
+@pytest.mark.filterwarnings("ignore:.*cannot be mapped over samples")
+def test_parameters_that_a_step_puts_into_other_memory_are_the_same():
+    """As nn.LSTM.flatten_parameters() does on a GPU."""
+    module = Module(linear())
+
+    def step(batch):
+        module.net.weight.data = module.net.weight.detach().clone()
+        return module.loss(batch)
+
+    batch, names = [torch.randn(6, 6), torch.zeros(6, dtype=torch.long)], ["net.weight", "net.bias"]
+    expected = SampleGradients(module, module.loss).clipped(names, batch, 6, 1.0)
+    found = SampleGradients(module, step).clipped(names, batch, 6, 1.0)
+    torch.testing.assert_close(found[1], expected[1])
+
+
 @pytest.mark.parametrize("at_once", [None, 3])
 def test_what_a_step_does_once_for_each_call_is_refused_or_told(at_once):
     """By parts of a batch, or by single samples where the step cannot be mapped."""

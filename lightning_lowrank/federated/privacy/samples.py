@@ -193,7 +193,9 @@ class SampleGradients:
                 loss, logged_values = of_one(values, sample)
                 gradients = torch.autograd.grad(loss, list(values.values()), materialize_grads=True)
             # An assignment to a parameter's data reaches the copy alone.
-            moved.update(name for name, value in values.items() if value.data_ptr() != parameters[name].data_ptr())
+            elsewhere = (name for name, value in values.items() if value.data_ptr() != parameters[name].data_ptr())
+            # nn.LSTM.flatten_parameters() puts equal numbers into other memory.
+            moved.update(name for name in elsewhere if not torch.equal(values[name], parameters[name]))
             return dict(zip(values, gradients, strict=True)), logged_values
 
         found = [each([tensor[row] for tensor in tensors]) for row in range(len(tensors[0]))]
