@@ -23,7 +23,7 @@ from lightning_lowrank import (
     unmerge,
 )
 from lightning_lowrank.federated.ledger import dense_bytes
-from lightning_lowrank.layers import LowRankLinear, low_rank_layers
+from lightning_lowrank.layers import LowRankLayer, LowRankLinear, low_rank_layers
 from lightning_lowrank.models import CNN4, Classifier
 from tests.grids import nightly_except
 from tests.helpers import Data, Module, assert_same, fit, network, trainer, weights
@@ -203,6 +203,15 @@ def test_layers_that_are_made_later_are_refused_unless_include_leaves_them(tmp_p
         fit(trainer(tmp_path, LowRank(MatrixProduct(), rank=1, summary=False)), Later(), Data())
     low_rank = LowRank(MatrixProduct(), rank=1, include=["net"], summary=False)
     fit(trainer(tmp_path, low_rank, max_epochs=1, limit_train_batches=1, limit_val_batches=0), Later(), Data())
+
+
+def test_a_look_for_layers_that_are_made_later_composes_no_weight(tmp_path, monkeypatch):
+    """Each composed weight costs time, and the first ones are copied to find writes through their data."""
+    composed, own = [], LowRankLayer._composed
+    monkeypatch.setattr(LowRankLayer, "_composed", lambda layer: [composed.append(layer), own(layer)][1])
+    low_rank = LowRank(MatrixProduct(), rank=2, summary=False)
+    fit(trainer(tmp_path, low_rank, max_epochs=1, limit_train_batches=0, limit_val_batches=0), Module(), Data())
+    assert composed == []
 
 
 def test_a_layer_that_was_replaced_between_two_fits_is_refused(tmp_path):

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 import yaml
-from torch import nn
+from torch import Tensor, nn
 
 from lightning_lowrank.federated import Arrival, ClientInfo, RoundStage, Server
 from lightning_lowrank.flower.approval import Approvals
@@ -71,6 +71,19 @@ class Normalised(nn.Sequential):
     def __init__(self) -> None:
         norm = nn.BatchNorm1d(16)
         super().__init__(nn.Flatten(), nn.Linear(64, 16), norm, nn.ReLU(), nn.Dropout(0.2), nn.Linear(16, 10))
+
+
+class Masked(nn.Module):
+    """A network with a causal mask of -inf in its state dict."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([nn.Linear(64, 16), nn.Linear(16, 10)])
+        self.register_buffer("mask", torch.full((16, 16), -torch.inf).triu(1))
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        features = self.layers[0](inputs.flatten(1)).relu()
+        return self.layers[1](features @ self.mask.softmax(1).T)
 
 
 class Counting(RoundStage):

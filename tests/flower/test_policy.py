@@ -135,6 +135,8 @@ def test_changed_integers_are_not_sent_beside_a_clipped_change():
     reference = {"counts": counts, "batches": torch.tensor(5)}
     same = Message({"counts": counts.clone(), "batches": torch.tensor(9)})
     assert policy.clipped(same, reference, []) is same
+    own = Message({"rows of the method": torch.tensor([1, 2])})
+    assert policy.clipped(own, reference, []) is own
     for changed in (torch.tensor([3, 5]), torch.tensor([3, 4, 0]), torch.tensor([True, False])):
         with pytest.raises(PolicyViolation, match=r"clip=1\.0.*integers of 'counts'"):
             policy.clipped(Message({"counts": changed}), reference, [])
@@ -260,6 +262,24 @@ def test_what_leaves_a_site_is_clipped(tmp_path, monkeypatch, changes):
     assert 0.001 < change(served) < 0.0101
     free, _ = run_on_sites(recipe, tmp_path / "free")
     assert change(free) > 0.05
+
+
+@nightly_except("True")
+@pytest.mark.slow
+@pytest.mark.parametrize("secure", [True, False])
+def test_what_leaves_a_site_with_a_mask_of_infinite_numbers_is_clipped(tmp_path, monkeypatch, secure):
+    monkeypatch.chdir(tmp_path)
+    model = {"init_args": {"network": {"class_path": "tests.flower.helpers.Masked"}}}
+    recipe = write_recipe(tmp_path, merged(SMALL, {"model": model, "trainer": {"max_epochs": 1}}))
+    file = approve(tmp_path / "site", recipe, "clip: 0.01\nmin_clients: 3\n")
+    initial = dict(build([recipe]).module.state_dict())
+    settings = {"secure_aggregation": True, "secure_range": 2.0} if secure else {}
+    node_config = {"policy": str(file)}
+    served, _ = run_on_sites(recipe, tmp_path, min_sites=3, node_config=lambda client: node_config, **settings)
+    assert served.callback_metrics["federated/failed"] == 0
+    after = served.lightning_module.state_dict()
+    assert torch.equal(after["network.mask"], initial.pop("network.mask"))
+    assert 0.001 < torch.stack([(after[name] - value).norm() for name, value in initial.items()]).norm() < 0.0101
 
 
 @pytest.mark.slow

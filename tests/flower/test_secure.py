@@ -10,7 +10,7 @@ from lightning_lowrank.federated.state import trained_tensors
 from lightning_lowrank.flower import remote_rounds, server
 from lightning_lowrank.flower.client import client_app
 from lightning_lowrank.flower.messages import TRAIN, options_of
-from lightning_lowrank.flower.secure import SECURE, changes_of, with_changes
+from lightning_lowrank.flower.secure import SECURE, changes_of, with_changes, write_answer
 from lightning_lowrank.flower.site import Site
 from lightning_lowrank.internals.flower import configuration_of
 from tests.flower.helpers import (
@@ -262,3 +262,12 @@ def test_a_mask_of_infinite_numbers_is_summed():
     summed = with_changes(changes, mask, Schema.of(mask))
     assert summed["mask"].tolist() == [0.5, -torch.inf]
     assert summed["count"].tolist() == [4]
+
+
+@pytest.mark.parametrize("order", [1, -1])
+def test_a_change_that_is_not_a_number_is_not_summed(monkeypatch, order):
+    """Whichever tensor has it: Python's max() of 1 and NaN is 1."""
+    monkeypatch.setattr("lightning_lowrank.internals.flower.limits_of", lambda context: (8.0, 1))
+    changes = {"a": torch.ones(2), "b": torch.tensor([0.0, torch.nan])}
+    with pytest.raises(MisconfigurationException, match=r"is nan.*at most 8"):
+        write_answer(None, None, dict(list(changes.items())[::order]), 1)
