@@ -219,7 +219,21 @@ def fill_placeholders(content: Any, values: Mapping[str, Any], data_root: str | 
     place = (folder / value).resolve()
     if not place.is_relative_to(folder):
         raise misconfigured(f"{name}={value!r} of this site is {str(place)!r}, outside of data-root={data_root!r}")
-    return str(place) if name in _OPENED or place.is_file() else value
+    if name in _OPENED or _is_data(name, place):
+        return str(place)
+    # The name of a split or data set stays, but a file that is missing is not read from the working folder instead.
+    if _is_data(name, Path(value)):
+        place = Path(value).resolve()
+        raise misconfigured(f"{name}={value!r} of this site is {str(place)!r}, outside of data-root={data_root!r}")
+    return value
+
+
+def _is_data(name: str, path: Path) -> bool:
+    """Whether a site's value for ``name`` is a file, or a folder if the value can't be the name of a split."""
+    try:
+        return path.is_file() or (name not in _SPLITS and path.exists())
+    except (OSError, ValueError):
+        return False
 
 
 def insert_placeholders(content: Any, values: dict[str, Any]) -> Any:

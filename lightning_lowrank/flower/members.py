@@ -9,16 +9,26 @@ from __future__ import annotations
 import hashlib
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from typing import Any
 
 from flwr.app import Message, RecordDict
 from lightning.pytorch.utilities import rank_zero_warn
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
+from lightning_lowrank.arguments import first_ten
 from lightning_lowrank.compression import DecodingError
 from lightning_lowrank.federated.failures import describe_error
 from lightning_lowrank.flower.intake import limit_claims
-from lightning_lowrank.flower.messages import JOIN, Fields, JoinAnswer, difference, printable, unpack
+from lightning_lowrank.flower.messages import (
+    JOIN,
+    NUMBERED_OTHERWISE,
+    Fields,
+    JoinAnswer,
+    difference,
+    printable,
+    unpack,
+)
 from lightning_lowrank.flower.transport import Silence, Transport
 
 __all__ = ["Admission", "Members"]
@@ -29,7 +39,7 @@ _ASK_AGAIN = 60.0
 
 @dataclass(frozen=True)
 class _Owner:
-    """A client's site: its node, the digest of its secret, and its claims of clients, samples, batches and rank."""
+    """A client's site: its node, the digest of its secret, and what it states when it joins; see `JoinAnswer`."""
 
     node: int
     secret: str
@@ -37,6 +47,8 @@ class _Owner:
     samples: int
     batches: int
     rank: int
+    classes: str
+    features: str
 
 
 class Members:
@@ -113,7 +125,8 @@ class Members:
             most = f"at most {self._rank_limit} here" if self._rank_limit else "none of its own in this study"
             raise DecodingError(f"client {client}: it states rank {answer.rank}, and a client has {most}")
         digest = hashlib.sha256(answer.secret.encode()).hexdigest()
-        owner = _Owner(node, digest, clients, answer.samples, answer.batches, answer.rank)
+        stated = answer.samples, answer.batches, answer.rank, answer.classes, answer.features
+        owner = _Owner(node, digest, clients, *stated)
         self._check_owner(client, owner)
         if self.begun:
             first = self._owners[client]
@@ -121,6 +134,9 @@ class Members:
                 before, now = getattr(first, what), getattr(owner, what)
                 if before != now:
                     raise DecodingError(f"client {client}: it stated {what} {before} when the run began, and now {now}")
+            for what, text in NUMBERED_OTHERWISE.items():
+                if getattr(first, what) != getattr(owner, what):
+                    raise DecodingError(f"client {client}: its data have changed since the run began: {text}")
         self._owners[client] = owner
         self.connected[client] = node
         before, self.last_broadcast[client] = self.last_broadcast.get(client, -1), answer.last_broadcast
@@ -169,6 +185,20 @@ class Members:
         joined = sum(client < most and self._owners[client].clients == most for client in self.connected)
         return bool(most) and joined == most and (self._clients is not None or 2 * joined > len(stated))
 
+    def check_numbering(self) -> None:
+        """Refuse to begin with sites whose data number their classes or columns of inputs differently.
+
+        Raises:
+            MisconfigurationException: If there are any; the message has the clients.
+        """
+        for what, text in NUMBERED_OTHERWISE.items():
+            alike: dict[str, list[int]] = {}
+            for client in sorted(self.connected):
+                alike.setdefault(getattr(self._owners[client], what), []).append(client)
+            if len(alike) > 1:
+                groups = " and ".join(f"of clients {first_ten(clients)}" for clients in alike.values())
+                raise MisconfigurationException(f"the data {groups} differ: {text}.")
+
     def begin(self, count: int, absent: Collection[int] = ()) -> None:
         """Begin the run with ``count`` clients, and fix their numbers of samples and batches; absent clients have 0."""
         self.connected = {client: node for client, node in self.connected.items() if client < count}
@@ -194,10 +224,7 @@ class Members:
 
     def state_dict(self) -> dict[str, Any]:
         """The clients' sites, and the round of the last broadcast that each received, for a restarted server."""
-        owners = {
-            client: [owner.node, owner.secret, owner.clients, owner.samples, owner.batches, owner.rank]
-            for client, owner in self._owners.items()
-        }
+        owners = {client: list(astuple(owner)) for client, owner in self._owners.items()}
         return {
             "owners": owners,
             "last_broadcast": dict(self.last_broadcast),

@@ -35,7 +35,7 @@ _PAYLOADS = "payloads"
 _NOT_SENT = ("params", "stacked", "seed", "subspaces", "refresh_number", "steps_since_refresh")
 _KINDS = {"int": int, "str": str}
 _MOST_CLIENTS = 2**20
-_LONGEST_SECRET = 64
+_LONGEST_TEXT = 64
 
 Fields = Mapping[str, Any]
 
@@ -136,6 +136,8 @@ class JoinAnswer:
         last_broadcast: The last round whose broadcast it has, -1 before the first.
         rank: The rank that it states for its client, 0 if it states none.
         secret: A secret that no other site has; the site keeps it from its first start on.
+        classes: See `numbering`.
+        features: See `numbering`.
     """
 
     client: int
@@ -145,6 +147,8 @@ class JoinAnswer:
     last_broadcast: int
     rank: int
     secret: str
+    classes: str
+    features: str
 
     @classmethod
     def of(cls, fields: Fields) -> JoinAnswer:
@@ -164,8 +168,10 @@ class JoinAnswer:
                 f"it states {answer.samples} samples, {answer.batches} batches, rank {answer.rank} and round"
                 f" {answer.last_broadcast}, which is impossible."
             )
-        if len(answer.secret) > _LONGEST_SECRET:
-            raise DecodingError(f"its secret has {len(answer.secret):,} letters.")
+        for name in ("secret", "classes", "features"):
+            length = len(getattr(answer, name))
+            if length > _LONGEST_TEXT:
+                raise DecodingError(f"its {name!r} has {length:,} letters.")
         return answer
 
 
@@ -222,8 +228,45 @@ def signature(module: nn.Module, recipe: bytes) -> dict[str, Any]:
     }
 
 
+_NUMBERED = {"classes": "classes", "features": "feature_names"}
+NUMBERED_OTHERWISE = {
+    "classes": "classes are numbered otherwise, by their names: let the recipe list the names in the order of their"
+    " numbers, by classes= of ImageFolder or ClientTable or labels= of TextClassification, or give the labels as"
+    " numbers",
+    "features": "columns of inputs have other names or another order: let the recipe list them, by features= of"
+    " ClientTable",
+}
+"""What `numbering` finds to be different, in words, by its key."""
+
+
+def numbering(*sources: Any) -> dict[str, str]:
+    """Digests of what data with names number: the classes, and the columns of inputs. Empty where there are no names.
+
+    A model trained on sites that number them differently is wrong, and nothing else shows it.
+
+    Args:
+        sources: Objects that may have lists of names in the attributes ``classes`` and ``feature_names``, such as a
+            datamodule and a dataset of torchvision. The first list counts.
+
+    Example:
+        >>> from types import SimpleNamespace
+        >>> one, other = (numbering(SimpleNamespace(classes=names)) for names in (["cat", "dog"], ["dog"]))
+        >>> one["classes"] == other["classes"], one["features"]
+        (False, '')
+    """
+    found = {}
+    for key, attribute in _NUMBERED.items():
+        lists = [held for each in sources if isinstance(held := getattr(each, attribute, None), (list, tuple)) and held]
+        names = list(map(str, lists[0])) if lists else []
+        found[key] = hashlib.sha256(json.dumps(names).encode()).hexdigest() if names else ""
+    return found
+
+
 def difference(mine: Mapping[str, Any], fields: Fields) -> str:
-    """The difference between the server's `signature` and a site's, in words; empty if there is none."""
+    """The difference between the server's `signature` and a site's, in words; empty if there is none.
+
+    A server that reads data also has its `numbering`.
+    """
     if fields.get("recipe") != mine["recipe"]:
         return "it runs another recipe"
     if fields.get("layout") != mine["layout"]:
@@ -239,4 +282,5 @@ def difference(mine: Mapping[str, Any], fields: Fields) -> str:
         math.isclose(one, other, rel_tol=1e-3, abs_tol=1e-6) for one, other in zip(theirs, mine["frozen"], strict=True)
     ):
         return "its frozen parameters have other values: were other pretrained weights loaded there?"
-    return ""
+    other = [text for key, text in NUMBERED_OTHERWISE.items() if mine.get(key) and fields.get(key) != mine[key]]
+    return f"its data and the server's differ: {other[0]}" if other else ""

@@ -30,6 +30,7 @@ from lightning_lowrank.patterns import matches
 
 # A tolerance for codecs: rounding to 16 bits enlarges a norm by less.
 _ROUNDING = 1.01
+_FEWEST_IN_SUM = 2
 
 
 class PolicyViolation(MisconfigurationException):
@@ -47,10 +48,10 @@ class Policy:
     A site whose policy is in a file runs only recipes that its administrator has approved; see `approved`.
 
     Args:
-        min_clients: Least number of sites in a mean: the server must promise no round of fewer. Only with
-            ``secure_aggregation`` a server cannot break the promise: then the sum of fewer sites cannot be unmasked.
-        secure_aggregation: Whether the site answers only if the server sees no more than a sum of several sites'
-            answers.
+        min_clients: Least number of sites in a mean: the server must promise no round of fewer. With secure
+            aggregation the site also refuses the protocol's steps that would unmask a sum of fewer.
+        secure_aggregation: Whether the site answers only by secure aggregation, of two sites or more. A server that
+            follows the protocol then sees no single answer; docs/security.md says what a dishonest one can do.
         clip: Largest L2 norm, above 0, of the change that leaves the site, over all tensors together. A larger change
             is scaled down to it before it is encoded. Refused are recipes whose ``federated.privacy`` states a larger
             clipping norm, methods that send values whose change is not known, such as `FedLoRA` with ``RoLoRA``, and
@@ -181,27 +182,31 @@ class Policy:
             raise self._violation("secure_aggregation", "true", "the server would see the single answer of this site")
 
     def check_protocol(self, configuration: Mapping[str, Any]) -> None:
-        """Refuse secure aggregation of fewer than ``min_clients`` sites; ``configuration`` is the server's.
+        """Refuse secure aggregation of too few sites, or shares by which a single answer could be unmasked.
+
+        Args:
+            configuration: The server's, of one stage of the protocol.
 
         Raises:
-            PolicyViolation: If it is.
+            PolicyViolation: If there are fewer sites than ``min_clients``, or fewer than two with
+                ``secure_aggregation``; or if the server asks for both shares of one site, or twice for a site.
         """
-        if self.min_clients is None:
-            return
+        stage = configuration.get("stage")
+        active, dead = ([*configuration.get(name, ())] for name in ("active_nids", "dead_nids"))
+        if stage == "unmask" and len({*active, *dead}) < len(active) + len(dead):
+            raise PolicyViolation("the server asks twice for the shares of one site, which would unmask its answer.")
+        least = self.min_clients or 1
+        entry: tuple[str, object] = "min_clients", self.min_clients
+        if self.secure_aggregation and least < _FEWEST_IN_SUM:
+            least, entry = _FEWEST_IN_SUM, ("secure_aggregation", "true")
         keys = [value for name, value in configuration.items() if name.isdigit()]
         for count, reason in (
             (configuration.get("threshold"), "the answers could be unmasked with {} sites"),
-            (
-                len(keys) if configuration.get("stage") == "share_keys" else None,
-                "the server names the keys of {} sites",
-            ),
-            (
-                len(configuration.get("active_nids", ())) if configuration.get("stage") == "unmask" else None,
-                "the server asks for the sum of {} sites",
-            ),
+            (len(keys) if stage == "share_keys" else None, "the server names the keys of {} sites"),
+            (len(active) if stage == "unmask" else None, "the server asks for the sum of {} sites"),
         ):
-            if count is not None and not (type(count) is int and count >= self.min_clients):
-                raise self._violation("min_clients", self.min_clients, reason.format(count))
+            if count is not None and not (type(count) is int and count >= least):
+                raise self._violation(*entry, reason.format(count))
 
     def approved(self, recipe: bytes) -> bytes:
         """The site's own copy of a recipe that it has approved; without a policy file, the recipe itself.
@@ -289,11 +294,23 @@ class Policy:
             raise self._violation("clip", self.clip, f"{method} {without}, so that their change is not known")
 
     @torch.no_grad()
-    def clipped(self, message: Message, reference: Mapping[str, Tensor], exact: Iterable[str]) -> Message:
+    def clipped(
+        self,
+        message: Message,
+        reference: Mapping[str, Tensor],
+        exact: Iterable[str],
+        buffers: Mapping[str, Tensor] | None = None,
+    ) -> Message:
         """A client's message with its change from ``reference`` scaled down to a norm of at most ``clip``.
 
         A tensor without a reference of its shape is a change itself. Tensors of ``exact`` and single integers stay as
         they are.
+
+        Args:
+            message: The message.
+            reference: The values that the server sent, of which it may have left some out.
+            exact: `Claims.exact` of the method.
+            buffers: The module's initial buffers. Integers of those that the server left out are compared with them.
 
         Raises:
             PolicyViolation: If integers have changed, a change is not finite, or the method has a codec of its own,
@@ -301,8 +318,9 @@ class Policy:
         """
         if self.clip is None:
             return message
-        for name in changed_integers(message.tensors, reference):
-            if message.tensors[name].ndim and name in reference:
+        integers = {**(buffers or {}), **reference}
+        for name in changed_integers(message.tensors, integers):
+            if message.tensors[name].ndim and name in integers:
                 reason = (
                     f"the answer changes the integers of {name!r}, which no norm bounds: buffers='local' keeps them"
                 )
@@ -318,8 +336,7 @@ class Policy:
             reason = f"the change has the norm {norm:.4g} in {type(message.codec).__name__}, which cannot be scaled"
             raise self._violation("clip", self.clip, reason)
         scaled = {
-            name: (message.tensors[name].double() + (self.clip / norm - 1) * change).to(message.tensors[name].dtype)
-            for name, change in changes.items()
+            name: _rounded_toward(message.tensors[name], self.clip / norm, change) for name, change in changes.items()
         }
         return replace(message, tensors={**message.tensors, **scaled})
 
@@ -366,6 +383,18 @@ def _changes(tensors: Mapping[str, Tensor], reference: Mapping[str, Tensor], exa
         if known is not None and known.shape == value.shape:
             changes[name] = difference(changes[name], known.to(value.device).double())
     return changes
+
+
+def _rounded_toward(value: Tensor, scale: float, change: Tensor) -> Tensor:
+    """A tensor with its change scaled down, in its own type, in which no element's change is larger than scaled.
+
+    To the nearest number of 16 bits, rounding may enlarge a change many times.
+    """
+    reference = value.double() - change
+    wanted = scale * change
+    found = (reference + wanted).to(value.dtype)
+    too_far = (found.double() - reference).abs() > wanted.abs()
+    return torch.where(too_far, torch.nextafter(found, reference.to(value.dtype)), found)
 
 
 def _norm(changes: Mapping[str, Tensor]) -> float:

@@ -49,6 +49,7 @@ from lightning_lowrank.flower.messages import (
     LISTEN,
     TRAIN,
     field_of,
+    numbering,
     options_of,
     pack,
     signature,
@@ -309,7 +310,7 @@ class RemoteRounds(Callback):
         self.ledger = Ledger(dense_bytes(pl_module))
         state, self._restored = self._restored, None
         if state is None:
-            self._signature = signature(pl_module, self.recipe)
+            self._signature = {**signature(pl_module, self.recipe), **numbering(getattr(trainer, "datamodule", None))}
             self._begin_admission()
             self._meet_all()
         else:
@@ -446,6 +447,7 @@ class RemoteRounds(Callback):
                 f"the study begins without the sites of clients {first_ten(missing)}, which did not join within"
                 f" {self.start_timeout:g} s, and take no part in it.{refused}"
             )
+        members.check_numbering()
         members.begin(count, absent=missing)
         for client in members.implausible:
             samples, batches = members.claimed(client)
@@ -582,12 +584,17 @@ class RemoteRounds(Callback):
         except DecodingError:
             # A malformed reply is refused later, as an answer.
             return False
-        outcome.failures[client] = "it has lost its state of earlier rounds"
+        assert self.plan is not None
+        drawn = client in self.plan.clients
+        if drawn:
+            outcome.failures[client] = "it has lost its state of earlier rounds"
         if -1 <= last_broadcast < self.members.last_broadcast[client] and client not in self._unconfirmed_resets:
             self.members.last_broadcast[client] = last_broadcast
             self._new_resets.add(client)
-            # The site can answer a second request, so ask it once more.
-            outcome.passing = True
+            # A drawn site can answer a second request, so ask it once more.
+            outcome.passing |= drawn
+            if not drawn:
+                rank_zero_warn(f"the site of client {client} has lost its state of earlier rounds.")
         return True
 
     def _query_resets(self, clients: Collection[int], outcome: _Outcome) -> set[int]:

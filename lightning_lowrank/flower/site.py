@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 import secrets
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -35,7 +35,7 @@ from lightning_lowrank.federated.site import SiteExchange
 from lightning_lowrank.federated.state import Base, ClientContext, State, copy_into, trained_tensors
 from lightning_lowrank.files import private_folder, without_link
 from lightning_lowrank.flower.approval import fill_placeholders, read_plain
-from lightning_lowrank.flower.messages import apply_options, signature
+from lightning_lowrank.flower.messages import apply_options, numbering, signature
 from lightning_lowrank.flower.policy import Policy
 from lightning_lowrank.flower.privacy_account import PrivacyAccount
 from lightning_lowrank.flower.recipe import ONLY_OF_WHOLE_RUNS, OWN_OF_TRAINER, Recipe, build, check_optimizers
@@ -174,6 +174,7 @@ class Site:
         """
         self._built = None
         loop = self._fit(-1)
+        assert self._built is not None
         indices, plan = loop.indices, loop.plan
         assert indices is not None
         assert plan is not None, "the loader's length, for which Lightning asks, is that of a round of all clients"
@@ -193,6 +194,7 @@ class Site:
             "rank": self._rank or 0,
             "secret": self._kept.secret,
             **self._signature,
+            **numbering(self._built.datamodule, *_datasets(loop)),
         }
 
     def listen(self, broadcasts: Mapping[int, bytes]) -> None:
@@ -414,7 +416,7 @@ class _FlowerExchange(SiteExchange):
         policy, exact = self._site.policy, self.algorithm.claims.exact
         policy.check_tensors(message.tensors, "the answer")
         known = {**reference(self.algorithm, client.base, self.received), **client.base.fresh_buffers}
-        packet = super().pack(client, policy.clipped(message, known, exact))
+        packet = super().pack(client, policy.clipped(message, known, exact, client.base.initial_buffers))
         if self.private is None:
             policy.check_change(packet.received, known, exact)
         return packet
@@ -426,6 +428,14 @@ class _FlowerExchange(SiteExchange):
             self._site.round.upload = Dense().encode(changes_of(packet.received, known))
         else:
             self._site.round.upload = packet.encode()
+
+
+def _datasets(loop: FederatedLoop) -> Iterator[Any]:
+    """The training set, and the datasets that it is a subset of."""
+    dataset = getattr(loop.data.training_loader, "dataset", None)
+    while dataset is not None:
+        yield dataset
+        dataset = getattr(dataset, "dataset", None)
 
 
 def _private(recipe: Recipe) -> DifferentialPrivacy | None:

@@ -86,6 +86,22 @@ class Masked(nn.Module):
         return self.layers[1](features @ self.mask.softmax(1).T)
 
 
+class Counts(nn.Linear):
+    """A network with a buffer that counts the samples in which each input is above 0."""
+
+    def __init__(self) -> None:
+        super().__init__(64, 10)
+        self.register_buffer("usage", torch.zeros(64, dtype=torch.int64))
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        if self.training:
+            self.usage += (inputs.flatten(1) > 0).sum(0)
+        return super().forward(inputs.flatten(1))
+
+
+COUNTING = {"init_args": {"network": {"class_path": "tests.flower.helpers.Counts"}}}
+
+
 class Counting(RoundStage):
     """Logs what the server sends and receives, and refuses client 2."""
 

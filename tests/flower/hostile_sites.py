@@ -255,6 +255,7 @@ def join(**changes: Any) -> RecordDict:
     """Return what a site of three answers when it is asked to join."""
     secret = f"secret of {changes.get('client')}"
     honest = {"client": 0, "clients": 3, "samples": 5, "batches": 1, "last_broadcast": -1, "rank": 0, "secret": secret}
+    honest.update(classes="", features="")
     return pack({**honest, **RECIPE, **changes})
 
 
@@ -307,6 +308,8 @@ def fuzz_joins(count: int, draws: random.Random, tally: Tally) -> None:
             "last_broadcast",
             "rank",
             "secret",
+            "classes",
+            "features",
             "recipe",
             "layout",
             "frozen",

@@ -227,6 +227,24 @@ def test_what_a_site_fills_in_stays_below_its_data_root(tmp_path):
                 fill_placeholders(content, {"model": "model", name: value}, str(root))
 
 
+def test_a_missing_file_is_not_read_from_the_working_folder(tmp_path, monkeypatch):
+    root, elsewhere = tmp_path / "data", tmp_path / "elsewhere"
+    for folder in (root / "saved", elsewhere / "train", elsewhere / "glue"):
+        folder.mkdir(parents=True)
+    (elsewhere / "patients.csv").touch()
+    monkeypatch.chdir(elsewhere)
+
+    def filled(name, value):
+        return fill_placeholders({"site": name}, {name: value}, str(root))
+
+    for name, value in (("train", "patients.csv"), ("dataset", "patients.csv"), ("dataset", "glue")):
+        with pytest.raises(MisconfigurationException, match=f"{name}='{value}'.*elsewhere/{value}.*data-root"):
+            filled(name, value)
+    assert filled("dataset", "saved") == str(root / "saved")
+    # Names of a split and of a data set on the hub.
+    assert (filled("train", "train"), filled("dataset", "nyu-mll/glue")) == ("train", "nyu-mll/glue")
+
+
 def test_a_file_of_the_author_is_no_default_for_sites(tmp_path):
     (tmp_path / "a.csv").touch()
     own = {}

@@ -9,8 +9,10 @@ from flwr.app import Array, ArrayRecord
 
 from lightning_lowrank import algorithms
 from lightning_lowrank.compression import Dense
+from lightning_lowrank.federated import client_states
 from lightning_lowrank.federated.protocols import Personal
 from lightning_lowrank.flower.client import client_app
+from lightning_lowrank.flower.remote_rounds import RemoteRounds
 from lightning_lowrank.flower.site import Site
 from tests.flower.helpers import MUD, merged, run_on_sites, write_recipe
 from tests.flower.hostile_sites import with_body
@@ -296,3 +298,37 @@ def test_a_site_without_its_file_goes_on_as_a_new_one(tmp_path, monkeypatch, nam
     assert forgotten == [(2, 1)]
     assert served.callback_metrics["federated/clients"] == 3
     assert all(value.isfinite().all() for value in model_of(served).values())
+
+
+def test_a_site_that_was_not_drawn_does_not_fail_the_round(tmp_path, monkeypatch):
+    """It says that it has lost its state when it is told of a round that it sits out."""
+    federated = {"algorithm": "FedMUD", "clients_per_round": 2}
+    recipe = write_recipe(
+        tmp_path, merged(SMALL, {"federated": federated, "lowrank": MUD, "trainer": {"max_epochs": 5}})
+    )
+    told, figures, lost = [], [], []
+    monkeypatch.setattr("lightning_lowrank.flower.remote_rounds.rank_zero_warn", told.append)
+    own = RemoteRounds.on_train_epoch_end
+
+    def note(self, trainer, module):
+        own(self, trainer, module)
+        figures.append((self.plan.clients, int(trainer.callback_metrics["federated/failed"])))
+
+    monkeypatch.setattr(RemoteRounds, "on_train_epoch_end", note)
+
+    def prepare(grid):
+        def before(node, message):
+            client = node - 101
+            file = next((tmp_path / "state").glob(f"*_client_{client}.safetensors"), None)
+            has_state = file is not None and client_states.load(file)["followed"] >= 0
+            if message.metadata.message_type == "query.listen" and has_state and not lost:
+                lost.append(client)
+                file.unlink()
+                grid.nodes[node] = client_app(recipe), grid.nodes[node][1]
+
+        grid.before = before
+
+    run_on_sites(recipe, tmp_path, prepare=prepare)
+    (absent,) = lost
+    assert {failed for clients, failed in figures if absent not in clients} == {0}
+    assert [line for line in told if "lost its state" in line and f"client {absent}" in line]

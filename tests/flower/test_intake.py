@@ -5,6 +5,7 @@ import random
 
 import pytest
 import torch
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
 from lightning_lowrank.compression import DecodingError, Dense
 from lightning_lowrank.flower.intake import Intake, limit_claims
@@ -73,7 +74,14 @@ def test_changed_answers_of_sites_that_join_move_no_other_site():
 def test_changed_messages_of_every_method_are_refused_or_taken_whole(name):
     tally = Tally()
     for _, make in named_targets([name], every=True):
-        fuzz(make(), 150, random.Random(name), tally, checked_each=10)
+        try:
+            target = make()
+        except MisconfigurationException as error:
+            # A codec that leaves numbers out, for a method that sends values.
+            if "uplink=" not in str(error):
+                raise
+            continue
+        fuzz(target, 150, random.Random(name), tally, checked_each=10)
     assert sum(tally.refused.values()) > tally.messages / 3 or name in OWN_CODECS
 
 
@@ -252,6 +260,8 @@ def says(client, **more):
         "last_broadcast": -1,
         "rank": 0,
         "secret": f"secret {client}",
+        "classes": "",
+        "features": "",
         **MINE,
         **more,
     }
@@ -299,6 +309,26 @@ def test_before_the_run_a_number_belongs_to_one_node():
     assert not members.complete()
     members.admit(3, says(1))
     assert members.complete()
+
+
+@pytest.mark.parametrize(("name", "told"), [("classes", "classes="), ("features", "features=")])
+def test_sites_that_number_their_classes_or_columns_differently_do_not_begin(name, told):
+    members = Members(MINE, 3)
+    for client, digest in enumerate(("a", "b", "b")):
+        members.admit(100 + client, says(client, **{name: digest}))
+    with pytest.raises(MisconfigurationException, match=rf"\[0\].*\[1, 2\].*{told}"):
+        members.check_numbering()
+    members.admit(100, says(0, **{name: "b"}))
+    members.check_numbering()
+    members.begin(3)
+    with pytest.raises(DecodingError, match=rf"client 1.*changed.*{told}"):
+        members.admit(101, says(1, **{name: "a"}))
+    again = Members(MINE, 3)
+    again.load_state_dict(members.state_dict())
+    again.admit(101, says(1, **{name: "b"}))
+    # A server that reads data refuses a site at once.
+    with pytest.raises(DecodingError, match=rf"client 0.*server's.*{told}"):
+        Members({**MINE, name: "b"}, 3).admit(100, says(0, **{name: "a"}))
 
 
 def test_nodes_may_be_given():

@@ -3,6 +3,7 @@
 import json
 import random
 import tracemalloc
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -27,6 +28,7 @@ from lightning_lowrank.flower.messages import (
     apply_options,
     difference,
     field_of,
+    numbering,
     options_of,
     pack,
     read_upload,
@@ -243,3 +245,19 @@ def test_signatures_tell_what_differs():
     assert "names, types or shapes" in difference(mine, signature(thawed, b"a: 1"))
     assert difference(mine, {"recipe": mine["recipe"], "layout": mine["layout"]}) == "it freezes other parameters"
     assert difference(mine, {}) == "it runs another recipe"
+    for name in ("classes", "features"):
+        other = {**mine, "classes": "a", "features": "b", name: "c"}
+        assert f"{name}=" in difference({**mine, "classes": "a", "features": "b"}, other)
+        # A server without data has no names.
+        assert difference({**mine, "classes": "", "features": ""}, other) == ""
+
+
+def test_names_that_data_number():
+    data = SimpleNamespace(classes=["cat", "dog"], feature_names=None)
+    assert numbering(data) != numbering(SimpleNamespace(classes=["dog", "cat"]))
+    assert numbering(data) == numbering(None, SimpleNamespace(classes=10), data)
+    assert numbering(data, SimpleNamespace(feature_names=["a"])) == {
+        **numbering(data),
+        "features": numbering(SimpleNamespace(feature_names=("a",)))["features"],
+    }
+    assert numbering(SimpleNamespace(classes=[]), None) == {"classes": "", "features": ""}

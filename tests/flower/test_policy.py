@@ -141,6 +141,43 @@ def test_changed_integers_are_not_sent_beside_a_clipped_change():
         with pytest.raises(PolicyViolation, match=r"clip=1\.0.*integers of 'counts'"):
             policy.clipped(Message({"counts": changed}), reference, [])
     assert Policy().clipped(Message({"counts": counts + 1}), reference, []).tensors["counts"].tolist() == [4, 5]
+    # The server may leave the buffer out of what it sends.
+    assert policy.clipped(same, {}, [], reference) is same
+    with pytest.raises(PolicyViolation, match=r"clip=1\.0.*integers of 'counts'"):
+        policy.clipped(Message({"counts": counts + 1}), {}, [], reference)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_rounding_to_16_bits_does_not_enlarge_a_clipped_change(dtype):
+    draws = torch.Generator().manual_seed(0)
+    reference = {"a": torch.randn(1000, generator=draws).to(dtype)}
+    sent = Message({"a": reference["a"] + torch.randn(1000, generator=draws).to(dtype)})
+    for clip in (10.0, 0.1, 1e-3):
+        policy = Policy(clip=clip)
+        clipped = policy.clipped(sent, reference, []).tensors
+        assert clipped["a"].dtype == dtype
+        assert (clipped["a"].double() - reference["a"].double()).norm() <= clip
+        policy.check_change(clipped, reference, [])
+
+
+def test_secure_aggregation_unmasks_no_single_answer():
+    sums = Policy(secure_aggregation=True)
+    three = Policy(secure_aggregation=True, min_clients=3)
+    unmask = {"stage": "unmask", "active_nids": [1, 2, 3], "dead_nids": [4]}
+    for policy in (Policy(), sums, three):
+        policy.check_protocol(unmask)
+        for active, dead in (([1, 1, 1], []), ([1, 2, 3], [2]), ([1, 2, 3], [4, 4])):
+            with pytest.raises(PolicyViolation, match="twice"):
+                policy.check_protocol({"stage": "unmask", "active_nids": active, "dead_nids": dead})
+    for policy, least, entry in ((sums, 2, "secure_aggregation=true"), (three, 3, "min_clients=3")):
+        for stage in (
+            {"stage": "setup", "threshold": least - 1},
+            {"stage": "share_keys", **{str(node): b"" for node in range(least - 1)}},
+            {"stage": "unmask", "active_nids": list(range(least - 1)), "dead_nids": []},
+        ):
+            with pytest.raises(PolicyViolation, match=f"{entry}.*{least - 1} sites"):
+                policy.check_protocol(stage)
+            Policy().check_protocol(stage)
 
 
 def test_infinite_numbers_lift_no_clip():

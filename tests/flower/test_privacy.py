@@ -5,7 +5,7 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
 from lightning_lowrank.federated import client_states
 from lightning_lowrank.federated.privacy import Mechanism
-from tests.flower.helpers import reasons, run_on_sites, write_recipe
+from tests.flower.helpers import COUNTING, reasons, run_on_sites, write_recipe
 
 pytestmark = pytest.mark.slow
 UNIFORM = {"weighting": "uniform"}
@@ -46,6 +46,15 @@ def test_sites_add_noise(tmp_path):
     # Noise of z C over the cohort's size is most of what the model has become.
     found = served.lightning_module.state_dict()["network.hidden.0.weight"].std().item()
     assert found > 20.0 * 0.5 / 2
+
+
+def test_changed_integers_do_not_leave_a_site_that_adds_noise(tmp_path):
+    """No norm bounds them, and the noise is of other numbers."""
+    settings = of_clients(sampling="fixed", noise_at="clients", clip=0.5)
+    settings["federated"] |= {"min_clients": 2}
+    with pytest.raises(MisconfigurationException, match="no site made round 0"):
+        run_on_sites(write_recipe(tmp_path, {**settings, "model": COUNTING}), tmp_path)
+    assert "'network.usage' of int64" in reasons(tmp_path)[0]
 
 
 @pytest.mark.parametrize(

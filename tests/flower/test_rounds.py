@@ -87,6 +87,43 @@ def test_sites_with_data_of_their_own(tmp_path, monkeypatch):
     assert "val_acc" not in served.callback_metrics
 
 
+@pytest.mark.parametrize("named", [True, False])
+def test_sites_that_lack_a_class_number_the_others_alike(tmp_path, monkeypatch, named):
+    """Each site numbers the names of its own data, unless the recipe lists them."""
+    monkeypatch.chdir(tmp_path)
+    for client, classes in enumerate((["benign", "carcinoma", "melanoma"], ["carcinoma", "melanoma"])):
+        (tmp_path / f"{client}").mkdir()
+        rows = [f"p{row % 5},{row},{row % 7},{classes[row % len(classes)]}\n" for row in range(60)]
+        (tmp_path / f"{client}" / "patients.csv").write_text("client,age,size,label\n" + "".join(rows))
+    arguments = {"train": {"site": "train", "default": "patients.csv"}, "batch_size": 16}
+    if named:
+        arguments["classes"] = ["benign", "carcinoma", "melanoma"]
+    network = {"class_path": "MLP", "init_args": {"in_features": 2, "hidden": [4], "out_features": 3}}
+    changes = {
+        "federated": {"clients": 2, "clients_per_round": None, "partition": "IID"},
+        "data": {"class_path": "ClientTable", "init_args": arguments},
+        "model": {"init_args": {"network": network}},
+        "trainer": {"max_epochs": 1},
+    }
+    recipe = write_recipe(tmp_path, changes)
+
+    def run():
+        config = {"own_data": True}
+        return run_on_sites(
+            recipe,
+            tmp_path,
+            clients=2,
+            node_config=lambda client: {**config, "data_root": str(tmp_path / f"{client}")},
+            validate=False,
+        )
+
+    if named:
+        assert run()[0].callback_metrics["federated/clients"] == 2
+        return
+    with pytest.raises(MisconfigurationException, match=r"\[0\].*\[1\].*classes="):
+        run()
+
+
 @pytest.mark.nightly
 def test_the_checkpoint_is_a_global_model_that_loads_into_the_plain_module(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)

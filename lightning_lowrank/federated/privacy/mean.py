@@ -188,6 +188,7 @@ class PrivateMean(RoundStage):
             return message
         algorithm = self._algorithm
         center = reference(algorithm, client.base, client.round_state.pop(_BEGAN))
+        _check_integers(message.tensors, center)
         protected = Message(self.protected(message.tensors, center, client.round, client.id), message.codec)
         check_carries_noise(protected, type(algorithm).__name__)
         return protected
@@ -227,14 +228,7 @@ class PrivateMean(RoundStage):
         Raises:
             MisconfigurationException: If it holds changed integers, which no norm bounds.
         """
-        changed = changed_integers(message, center)
-        if changed:
-            kind = str(message[changed[0]].dtype).removeprefix("torch.")
-            raise MisconfigurationException(
-                f"ClientPrivacy bounds a client's update by its norm, and clients send {changed[0]!r} of {kind}, which"
-                " training changes: leave the buffer out, keep it with its client (buffers='local'), or use a method"
-                " that sends floating-point numbers alone."
-            )
+        _check_integers(message, center)
         if self.privacy.noise_at == "server":
             update, inside = self._clipped(message, center)
             # The count is centred at ±1/2, so that adding a client moves it by 1/2 and replacing one by 1.
@@ -370,6 +364,18 @@ def check_carries_noise(message: Message, sender: str) -> None:
 
 def _wide(value: Tensor) -> Tensor:
     return value.detach().to(float64_device(value.device)).double()
+
+
+def _check_integers(message: Mapping[str, Tensor], center: Mapping[str, Tensor]) -> None:
+    """Raise if a message holds changed integers, which no norm bounds."""
+    changed = changed_integers(message, center)
+    if changed:
+        kind = str(message[changed[0]].dtype).removeprefix("torch.")
+        raise MisconfigurationException(
+            f"ClientPrivacy bounds a client's update by its norm, and clients send {changed[0]!r} of {kind}, which"
+            " training changes: leave the buffer out, keep it with its client (buffers='local'), or use a method"
+            " that sends floating-point numbers alone."
+        )
 
 
 def _update(message: Mapping[str, Tensor], center: Mapping[str, Tensor]) -> dict[str, Tensor]:
