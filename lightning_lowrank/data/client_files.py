@@ -16,6 +16,7 @@ import torch
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
 from lightning_lowrank.arguments import join_names
+from lightning_lowrank.data.classes import check_class_names, is_number
 from lightning_lowrank.data.client_datasets import ClientDatasets, Split, join_arrays
 from lightning_lowrank.data.tables import Table, read_table
 from lightning_lowrank.extras import import_extra
@@ -37,23 +38,33 @@ class ClientArrays(ClientDatasets):
         encode: A function that takes the list or array of a client's inputs and returns an array of numbers, such as
             one that turns texts into tokens. ``None``: they are numbers.
         shape: Shape that each input is given, such as ``[1, 28, 28]``. ``None``: that of the file.
+        classes: Names of the classes in the order of their numbers, such as those of all sites, of which this one may
+            lack some. Targets that are integers are the numbers themselves, unless one of these names is a number.
+            ``None``: the strings among the targets to train on, sorted.
         **kwargs: Arguments of `ClientDatasets`: ``test_share``, ``validation``, ``batch_size``, ``eval_batch_size``,
             ``num_workers``, ``seed``, ``collate_fn``.
 
     Attributes:
-        classes: Names of the classes in the order of their numbers, if the targets are strings.
+        classes: Names of the classes in the order of their numbers, if they are given or the targets are strings.
+        feature_names: Names of the columns of inputs in their order, once tables are read; ``None`` for other files.
 
     Raises:
-        MisconfigurationException: When files are read: if a client's inputs are no numbers, differ in shape from
-            others', or are not as many as its targets; or if there are targets to test on that nobody trains on.
+        MisconfigurationException: If ``classes`` lists fewer than two names, or one twice. When files are read: if a
+            client's inputs are no numbers, differ in shape from others', or are not as many as its targets; if a target
+            is not one of ``classes``; or, without them, if there are targets to test on that nobody trains on.
     """
 
     def __init__(
-        self, encode: Callable[[Any], Any] | None = None, shape: list[int] | None = None, **kwargs: Any
+        self,
+        encode: Callable[[Any], Any] | None = None,
+        shape: list[int] | None = None,
+        classes: list[str] | None = None,
+        **kwargs: Any,
     ) -> None:
         super().__init__({"": None}, **kwargs)
         self.encode, self.shape = encode, shape
-        self.classes: list[str] | None = None
+        self.classes = self._given_classes = check_class_names("classes", classes)
+        self.feature_names: list[str] | None = None
         self._codes: dict[str, int] = {}
         self._numbered = False
 
@@ -107,8 +118,10 @@ class ClientArrays(ClientDatasets):
         return array.reshape(len(array), *self.shape)
 
     def _targets(self, name: Any, targets: Any) -> np.ndarray:
-        """A client's targets; strings are numbered in order of first appearance."""
+        """A client's targets; strings are numbered as ``classes`` says, or in order of first appearance."""
         array = np.asarray(targets)
+        if self._given_classes is not None and len(array):
+            return self._numbers_of_classes(name, array, self._given_classes)
         strings = array.dtype.kind in "USO"
         self._numbered = self._numbered or bool(len(array) and not strings)
         if self._numbered and (strings or self._codes) and len(array):
@@ -119,8 +132,29 @@ class ClientArrays(ClientDatasets):
             )
         if not strings:
             return array
-        texts = [each.decode() if isinstance(each, bytes) else str(each) for each in array.reshape(-1).tolist()]
-        return np.array([self._codes.setdefault(text, len(self._codes)) for text in texts], np.int64)
+        return np.array([self._codes.setdefault(text, len(self._codes)) for text in _texts(array)], np.int64)
+
+    def _numbers_of_classes(self, name: Any, targets: np.ndarray, classes: list[str]) -> np.ndarray:
+        """The numbers of a client's targets in the given classes."""
+        if targets.dtype.kind in "fc":
+            raise MisconfigurationException(
+                f"classes={classes}: the targets of client {name!r} are {targets.dtype}, such as"
+                f" {targets.reshape(-1)[0]}: give integers or strings, or leave out classes to predict numbers"
+            )
+        numbered = targets.dtype.kind in "iu" and not any(map(is_number, classes))
+        number_of = {str(number) if numbered else each: number for number, each in enumerate(classes)}
+        texts = _texts(targets)
+        unknown = next((text for text in texts if text not in number_of), None)
+        if unknown is not None:
+            known = f"0 to {len(classes) - 1}, the numbers of classes={classes}" if numbered else f"classes={classes}"
+            raise MisconfigurationException(
+                f"{type(self).__name__}: client {name!r} has the target {unknown!r}, which is not in {known}"
+            )
+        return np.array([number_of[text] for text in texts], np.int64).reshape(targets.shape)
+
+
+def _texts(targets: np.ndarray) -> list[str]:
+    return [each.decode() if isinstance(each, bytes) else str(each) for each in targets.reshape(-1).tolist()]
 
 
 class LEAF(ClientArrays):
@@ -352,7 +386,9 @@ class ClientFiles(ClientArrays):
 
     def _arrays(self, file: Path) -> tuple[Any, Any]:
         if file.suffix != ".npz":
-            return self._table.arrays(load_table(file))
+            found = self._table.arrays(load_table(file))
+            self.feature_names = self._table.names
+            return found
         content = read_plain(file, "root")
         content = content.get("data", content)
         if not isinstance(content, Mapping) or not {"x", "y"} <= set(content):
@@ -419,6 +455,7 @@ class ClientTable(ClientArrays):
         owners = to_column(table[self.client], f"{path}: {self.client}", "give one integer or string for each row")
         names, codes = np.unique(owners[chosen], return_inverse=True)
         x, y = self._table.arrays(table)
+        self.feature_names = self._table.names
         order = np.argsort(codes, kind="stable")
         parts = np.split(chosen[order], np.cumsum(np.bincount(codes, minlength=len(names)))[:-1]) if len(names) else []
         named = dict(sorted(zip(names.tolist(), parts, strict=True), key=lambda entry: natural_sort_key(entry[0])))
@@ -454,7 +491,8 @@ class _Columns:
     """
 
     def __init__(self, target: str, features: Sequence[str] | None, no_inputs: Sequence[str] = ()) -> None:
-        self._target, self._features, self.no_inputs = target, features, no_inputs
+        self._target, self.no_inputs = target, no_inputs
+        self.names = None if features is None else list(features)
         self._all_others = features is None
 
     def arrays(self, table: Table) -> tuple[np.ndarray, np.ndarray]:
@@ -470,13 +508,13 @@ class _Columns:
         if missing is not None:
             raise MisconfigurationException(f"{table.place(missing)}: {self._target!r} has no value: leave the row out")
         others = [name for name in table.column_names if name not in (self._target, *self.no_inputs)]
-        features = self._features = others if self._features is None else self._features
+        features = self.names = others if self.names is None else self.names
         unknown = sorted(set(others) - set(features)) if self._all_others else []
         if unknown:
             raise MisconfigurationException(
                 f"{table.source} has columns that other tables do not have, {join_names(unknown)}: give features="
             )
-        columns = [_numbers(table, table.find([name], f"features={list(features)}")) for name in features]
+        columns = [_numbers(table, table.find([name], f"features={features}")) for name in features]
         if not columns:
             raise MisconfigurationException(f"{table.source} has no column of inputs in addition to {self._target!r}")
         inputs = columns[0] if len(columns) == 1 and columns[0].ndim > 1 else np.stack(columns, 1)

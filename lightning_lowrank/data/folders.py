@@ -12,6 +12,7 @@ from PIL import Image
 from torchvision.datasets.folder import IMG_EXTENSIONS, make_dataset
 
 from lightning_lowrank.arguments import join_names
+from lightning_lowrank.data.classes import check_class_names
 from lightning_lowrank.data.images import TensorImages
 from lightning_lowrank.data.own_images import OwnImages, Pictures, choose_splits
 from lightning_lowrank.data.tables import Table
@@ -25,7 +26,7 @@ class ImageFolder(OwnImages):
     ``root`` has either the classes' folders, or a folder ``train`` (or ``training``) of such folders and optionally
     ``test`` (or ``testing``) and ``val`` (or ``valid``, ``validation``), in capitals or not. Without test images the
     images of ``val`` are the test images, and without both ``test_share`` is held out. Classes are numbered in the
-    order of their names. Hidden files and folders and ``__MACOSX`` are ignored.
+    order of their names, or of ``classes``. Hidden files and folders and ``__MACOSX`` are ignored.
 
     With ``clients=True`` there is a folder for each client, and in it the classes' folders: ``client/class/image``.
     ``ByKey("client")`` makes natural clients of them.
@@ -38,15 +39,17 @@ class ImageFolder(OwnImages):
         clients: Whether the classes' folders lie in a folder for each client.
         validation: ``"test"``: validation on the test images. A share: so much of the training images is held out. Or
             the name of a folder in ``root``. ``None``: ``val`` if there is ``test`` too, or else ``"test"``.
+        classes: Names of the classes in the order of their numbers, such as those of all sites; folders of some of them
+            may be missing or empty. ``None``: the folders of the images to train on, sorted.
         **kwargs: Arguments of `OwnImages`: ``size``, ``channels``, ``test_share``, ``mean``, ``std``, ``memory_limit``,
             ``mirror``; and of `VisionDataModule`: ``batch_size``, ``eval_batch_size``, ``num_workers``, ``augment``,
             ``limit_samples``, ``seed``, ``normalize``.
 
     Raises:
         MisconfigurationException: If an argument is out of range; if ``root`` is no such folder, or images lie in
-            folders of the classes' folders; if a class has no training image, other images have classes that these do
-            not have, or a split comes out empty; and, when images are read, if one cannot be, or they differ in size
-            and ``size`` is not given.
+            folders of the classes' folders; if a folder is not one of ``classes``; without them, if a class has no
+            training image, or other images have classes that these do not have; if a split comes out empty;
+            and, when images are read, if one cannot be, or they differ in size and ``size`` is not given.
 
     Example:
         >>> import pathlib, tempfile
@@ -60,10 +63,18 @@ class ImageFolder(OwnImages):
         (['cat', 'dog'], (3, 16, 16), 8, 2)
     """
 
-    def __init__(self, root: str, validation: float | str | None = None, clients: bool = False, **kwargs: Any) -> None:
+    def __init__(
+        self,
+        root: str,
+        validation: float | str | None = None,
+        clients: bool = False,
+        classes: list[str] | None = None,
+        **kwargs: Any,
+    ) -> None:
         named = validation is None or isinstance(validation, str)
         super().__init__(validation="test" if named else validation, **kwargs)
         self.root, self.clients = root, clients
+        self._given_classes = check_class_names("classes", classes)
         folder = Path(root).expanduser()
         try:
             subfolders = _folders(folder)
@@ -73,11 +84,13 @@ class ImageFolder(OwnImages):
                     f"root={root!r} must hold one folder to train on, not {join_names(trains)}"
                 )
             self._train_folder = folder / trains[0] if trains else folder
-            self.classes = self._class_names(self._train_folder)
+            found = self._class_names(self._train_folder)
         except OSError as error:
             raise MisconfigurationException(f"{_wanted(root)}: {error}") from error
-        if not self.classes:
+        if not found:
             raise MisconfigurationException(f"{_wanted(root)}, and it holds no folder")
+        self.classes = self._given_classes or found
+        self._check_known(self._train_folder, found)
         vars(self)["num_classes"] = len(self.classes)
         others = [name for name in subfolders if name not in trains] if trains else []
         test, apart = choose_splits(others, validation)
@@ -105,11 +118,7 @@ class ImageFolder(OwnImages):
 
     def _files_in(self, folder: Path) -> _Files:
         classes = self._class_names(folder)
-        unknown = sorted(set(classes) - set(self.classes))
-        if unknown:
-            raise MisconfigurationException(
-                f"{folder} has classes that {self._train_folder} does not have: {join_names(unknown)}"
-            )
+        self._check_known(folder, classes)
         numbers = {name: number for number, name in enumerate(self.classes)}
         found = []
         for parent in (folder / client for client in _folders(folder)) if self.clients else (folder,):
@@ -122,13 +131,20 @@ class ImageFolder(OwnImages):
         if not found:
             raise MisconfigurationException(f"{folder} holds no image: {', '.join(IMG_EXTENSIONS)} are read")
         empty = sorted(set(classes) - {self.classes[target] for _, target in found})
-        if empty and folder == self._train_folder:
+        if empty and folder == self._train_folder and self._given_classes is None:
             raise MisconfigurationException(
                 f"{folder} has folders without an image, which would be classes: {join_names(empty)}; remove them"
                 f" ({', '.join(IMG_EXTENSIONS)} are read)"
             )
         clients = [Path(file).relative_to(folder).parts[0] for file, _ in found] if self.clients else None
         return _Files(found, Path(self.root).expanduser(), clients)
+
+    def _check_known(self, folder: Path, classes: Sequence[str]) -> None:
+        """Raise if a split's folder has a class that is not in ``classes``."""
+        unknown = sorted(set(classes) - set(self.classes))
+        if unknown:
+            known = f"classes={self.classes}" if self._given_classes else self._train_folder
+            raise MisconfigurationException(f"{folder} has classes that {known} does not have: {join_names(unknown)}")
 
     def _check_depth(self, folder: Path, file: str, depth: int) -> None:
         """Raise if an image lies too deep in the folders, as when ``clients`` is set wrongly."""

@@ -10,6 +10,7 @@ from typing import Any
 
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
+from lightning_lowrank.data.classes import check_class_names, is_number
 from lightning_lowrank.data.glue import COLA_COLUMNS, LABEL, glue_task
 from lightning_lowrank.data.tables import Table, read_table, read_text
 from lightning_lowrank.data.text_splits import TextSplits, names_of_parts
@@ -117,12 +118,7 @@ class TextClassification(TextSplits):
         if given is not None and len(given) not in (1, 2):
             raise MisconfigurationException(f"text must name one column, or the two of pairs, got {text!r}")
         self.regression = regression if regression is not None else found is not None and found.regression
-        labels = None if labels is None else list(map(str, labels))
-        if labels is not None and (len(labels) < 2 or len(set(labels)) < len(labels)):
-            raise MisconfigurationException(
-                "labels must list two or more different labels, or be None for those of the training set, got"
-                f" {labels!r}"
-            )
+        labels = check_class_names("labels", labels)
         if labels is not None and self.regression:
             raise MisconfigurationException(
                 f"labels={labels!r} are classes, but regression=True predicts numbers: leave out one of them"
@@ -203,7 +199,7 @@ class TextClassification(TextSplits):
                 f"{table.source} has only the label {found[0]!r}, but a classifier needs two; to predict numbers, set"
                 " regression=True"
             )
-        return sorted(found, key=float) if named is None and all(map(_is_number, found)) else found
+        return sorted(found, key=float) if named is None and all(map(is_number, found)) else found
 
     def _indices_of(self, values: Sequence[Any], table: Table) -> list[int]:
         assert self.classes is not None
@@ -213,7 +209,7 @@ class TextClassification(TextSplits):
             # For these tasks the hub has names where GLUE's own files have numbers.
             numbered = {name: index_of.get(str(number)) for number, name in enumerate(named)}
             index_of.update({name: index for name, index in numbered.items() if index is not None})
-        elif self.labels is not None and all(map(_is_integer, values)) and not any(map(_is_number, self.labels)):
+        elif self.labels is not None and all(map(_is_integer, values)) and not any(map(is_number, self.labels)):
             # For these tasks the hub has numbers where GLUE's own files have names.
             index_of.update({str(index): index for index in range(len(self.classes))})
         for row, value in enumerate(values):
@@ -268,13 +264,6 @@ class TextClassification(TextSplits):
                 f"max_length={self.max_length} does not fit tokenizer={self.tokenizer!r}, which takes {lowest}"
                 f" (one token of each text in addition to the special ones) to {highest}"
             )
-
-
-def _is_number(label: str) -> bool:
-    try:
-        return math.isfinite(float(label))
-    except ValueError:
-        return False
 
 
 def _is_integer(value: Any) -> bool:

@@ -127,6 +127,58 @@ def test_texts_are_encoded_and_strings_numbered(tmp_path):
         LEAF(str(tmp_path), encode=lambda texts: np.zeros((len(texts), 2))).setup()
 
 
+@pytest.mark.parametrize(
+    ("classes", "cells", "targets"),
+    [
+        (["well", "ill", "dead"], ["ill", "well"], [1, 0]),
+        (["well", "ill"], ["1", "0"], [1, 0]),
+        (["2", "1"], ["1", "2"], [1, 0]),
+        (["2", "1"], ["x", "2"], "client 'c'.*'x'.*classes="),
+        (["well", "ill"], ["0", "2"], "client 'c'.*'2'.*0 to 1"),
+        (["well", "ill"], ["0", "-1"], "client 'c'.*'-1'.*0 to 1"),
+        (["well", "ill"], ["well", "dead"], "client 'c'.*'dead'.*classes="),
+        (["well", "ill"], ["0", "0.5"], "classes=.*client 'c'.*float"),
+        (["well"], ["well", "well"], r"classes.*\['well'\]"),
+        (["ill", "ill"], ["ill", "ill"], r"classes.*\['ill', 'ill'\]"),
+    ],
+)
+def test_given_classes_number_the_targets(classes, cells, targets, tmp_path):
+    for split in ("train", "test"):
+        (tmp_path / split).mkdir()
+        (tmp_path / split / "c.csv").write_text("age,label\n" + "".join(f"1,{cell}\n" for cell in cells))
+    if isinstance(targets, str):
+        with pytest.raises(MisconfigurationException, match=targets):
+            ClientFiles(str(tmp_path), classes=classes).setup()
+        return
+    data = ClientFiles(str(tmp_path), classes=classes)
+    data.setup()
+    assert [part.tensors[1].tolist() for part in (data.train_set, data.test_set)] == [targets, targets]
+    assert data.classes == classes
+
+
+def test_classes_that_only_the_tests_have_and_clients_without_samples(tmp_path):
+    pytest.importorskip("ijson")
+    for split, label in (("train", "b"), ("test", "a")):
+        (tmp_path / split).mkdir()
+        users = {"u": {"x": [[1.0]], "y": [label]}, "none": {"x": [], "y": []}}
+        (tmp_path / split / "0.json").write_text(json.dumps({"users": list(users), "user_data": users}))
+    data = LEAF(str(tmp_path), classes=["a", "b", "c"])
+    data.setup()
+    assert [int(part[0][1]) for part in (data.train_set, data.test_set)] == [1, 0]
+    assert data.feature_names is None
+
+
+def test_readers_of_tables_name_their_inputs(tmp_path):
+    (tmp_path / "all.csv").write_text("sex,client,label,age\n" + "1,a,0,2\n" * 5)
+    data = ClientTable(str(tmp_path / "all.csv"))
+    assert data.feature_names is None
+    data.setup()
+    assert data.feature_names == ["sex", "age"]
+    files = ClientFiles(str(tmp_path), features=["age", "sex"])
+    files.setup()
+    assert files.feature_names == ["age", "sex"]
+
+
 def test_a_list_of_numbers_is_the_inputs_of_a_table(tmp_path):
     lines = [{"client": "ab"[row % 2], "x": [row, 0.5], "label": row} for row in range(6)]
     write_jsonl(tmp_path / "all.jsonl", lines)

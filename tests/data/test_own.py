@@ -157,6 +157,23 @@ def test_folders_of_splits_are_checked(tmp_path, files, arguments, said):
         ImageFolder(str(tmp_path), **arguments).setup()
 
 
+def test_given_classes_number_the_folders(tmp_path):
+    root = splits(tmp_path, train=2, test=1)
+    (tmp_path / "train" / "cow").mkdir()
+    write(tmp_path / "test" / "cow", "0.png", GREY)
+    data = ImageFolder(root, classes=["dog", "cow", "bee", "ant"])
+    data.setup()
+    assert (data.classes, data.num_classes) == (["dog", "cow", "bee", "ant"], 4)
+    assert sorted(data.train_set.targets.tolist()) == [2, 2, 3, 3]
+    assert sorted(data.test_set.targets.tolist()) == [1, 2, 3]
+    with pytest.raises(MisconfigurationException, match=r"train.*classes=\['ant', 'cow'\].*bee"):
+        ImageFolder(root, classes=["ant", "cow"])
+    data = ImageFolder(root, classes=["ant", "bee", "cow"])
+    write(tmp_path / "test" / "eel", "0.png", GREY)
+    with pytest.raises(MisconfigurationException, match=r"test has classes.*classes=.*eel"):
+        data.setup()
+
+
 def test_images_of_other_sizes_are_scaled_where_that_is_asked_for(images):
     folder, _ = images
     write(folder / "cow", "wide.jpg", np.full((10, 30), 200, np.uint8))
@@ -186,6 +203,7 @@ def test_constants_may_be_given(images):
         ({"size": 0}, r"size.*0"),
         ({"mean": [0.5]}, r"mean.*3.*\[0\.5\]"),
         ({"test_share": 1.0}, "test_share must be"),
+        ({"classes": ["ant"]}, r"classes.*\['ant'\]"),
     ],
 )
 def test_folders_are_checked(images, arguments, said):
