@@ -21,6 +21,7 @@ from lightning_lowrank.arguments import Configured
 from lightning_lowrank.configuration import check_choice
 from lightning_lowrank.federated.algorithm import LocalStep
 from lightning_lowrank.federated.state import ClientContext
+from lightning_lowrank.internals.torch import places_of
 
 
 class Objective(Configured, ABC):
@@ -182,12 +183,15 @@ def with_weights(module: nn.Module, name: str, model: Mapping[str, Tensor], call
         model: Values of the module's parameters and buffers by name; those that it does not name stay.
         call: The submodule's recorded call, whose arguments are used.
     """
-    prefix = f"{name}." if name else ""
     part = part_of(module, name)
+    buffers = dict(module.named_buffers())
+    # A tensor that submodules share has the name of its first place, which may be outside of this submodule.
+    places = places_of(part, {tensor: key for key, tensor in (*buffers.items(), *module.named_parameters())})
+    values = {**buffers, **model}
     # Copies, because a layer in training mode writes to its buffers.
-    own = {key: value.clone() for key, value in part.named_buffers()}
-    own |= {key.removeprefix(prefix): value.clone() for key, value in model.items() if key.startswith(prefix)}
-    return functional_call(part, own, call.inputs, call.keywords)
+    copies = {key: values[key].clone() for key in {*places.values()} & values.keys()}
+    own = {place: copies[key] for place, key in places.items() if key in copies}
+    return functional_call(part, own, call.inputs, call.keywords, tie_weights=False)
 
 
 def loss_of(output: Any) -> Tensor:

@@ -444,6 +444,26 @@ def own_children(module: nn.Module) -> MutableMapping[str, Any]:
     return module._modules
 
 
+def places_of(module: nn.Module, names: Mapping[Tensor, str]) -> dict[str, str]:
+    """The name of each place of a module that holds a named tensor, once, with that tensor's name.
+
+    The names are for `torch.func.functional_call` with ``tie_weights=False``. With another name of the same submodule,
+    it would swap that place twice, and then restore what the first swap has put there.
+
+    Example:
+        >>> layer = nn.Linear(1, 1, bias=False)
+        >>> places_of(nn.Sequential(layer, layer), {layer.weight: "shared"})
+        {'0.weight': 'shared'}
+    """
+    return {
+        f"{path}.{key}" if path else key: names[tensor]
+        for path, part in module.named_modules()
+        for table in (own_parameters(part), own_buffers(part))
+        for key, tensor in table.items()
+        if tensor is not None and tensor in names
+    }
+
+
 @contextmanager
 def recurrent_weights_kept(module: nn.Module) -> Iterator[None]:
     """A context that restores recurrent layers' internal lists of weights.

@@ -365,8 +365,7 @@ def test_layers_of_other_kinds(tmp_path, tied):
     tokens = torch.randint(12, (90, 5), generator=draws)
     data = torch.utils.data.TensorDataset(tokens, tokens.sum(1) % 4)
     states = []
-    # Clients of tied low-rank layers do not step together: torch.func.functional_call leaves its tensors in them.
-    for execution in ("sequential",) if tied else ("sequential", "vectorized"):
+    for execution in ("sequential", "vectorized"):
         module = Module(Net(), optimizer=partial(torch.optim.Adam, lr=0.01))
         loop = FederatedLoop(Watching((1.0, 0.25)), partition=FromIndices(CLIENTS), summary=False, execution=execution)
         rank = LowRank(MatrixProduct(), rank_ratio=0.25, train_base=True, exclude=["classifier"], summary=False)

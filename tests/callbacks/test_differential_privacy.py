@@ -137,7 +137,9 @@ def test_clipped_gradients_are_those_of_one_sample_after_another(name, at_once):
         each: sum(of_row[each] * min(1.0, clip / norm) for (_, of_row), norm in zip(rows, norms, strict=True))
         for each in names
     }
+    tensors = [*module.parameters(), *module.buffers()]
     loss, sums, logged, _ = SampleGradients(module, module.training_step, at_once).clipped(names, batch, 5, clip, (0,))
+    assert all(now is then for now, then in zip([*module.parameters(), *module.buffers()], tensors, strict=True))
     assert loss.item() == pytest.approx(sum(losses) / 5, rel=1e-5)
     assert logged["train_loss"].item() == pytest.approx(sum(losses) / 5, rel=1e-5)
     for each, value in sums.items():

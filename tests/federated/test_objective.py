@@ -8,7 +8,7 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import nn
 from torch.utils.data import TensorDataset
 
-from lightning_lowrank import FedAvg, FedDyn, FederatedLoop, FromIndices, MaskAbsentClasses, Objective
+from lightning_lowrank import MOON, FedAvg, FedDyn, FederatedLoop, FedNTD, FromIndices, MaskAbsentClasses, Objective
 from lightning_lowrank.federated.objective import Call, add_to_loss, loss_of, part_of, recorded, with_weights
 from lightning_lowrank.federated.state import Base, ClientContext
 from lightning_lowrank.models import Classifier
@@ -17,6 +17,7 @@ from tests.federated.execution.runs import Manual
 from tests.helpers import Data, Module, assert_same, blobs, fit, network, trainer, weights
 
 EXECUTIONS = ["sequential", "vectorized"]
+SHORT = {"participants": [[0]] * 3, "partition": FromIndices([range(16)])}
 MASK = partial(MaskAbsentClasses, "net", classes=4)
 
 
@@ -294,6 +295,40 @@ def test_calls_are_recorded_and_repeated_with_other_weights():
     assert_same(before, weights(module))
     with pytest.raises(MisconfigurationException, match=r"'head'.*\['net'\]"):
         part_of(module, "head")
+
+
+class Twice(nn.Module):
+    """Calls one layer twice, under one name or two."""
+
+    def __init__(self, names: int):
+        super().__init__()
+        torch.manual_seed(1)
+        self.first, self.layer, self.head = nn.Linear(6, 6), nn.Linear(6, 6), nn.Linear(6, 4)
+        self.layers = [self.layer] * 2 if names == 1 else nn.ModuleList([self.layer] * 2)
+
+    def forward(self, inputs):
+        features = self.first(inputs)
+        for layer in self.layers:
+            features = layer(features.tanh())
+        return self.head(features)
+
+
+@pytest.mark.parametrize("execution", EXECUTIONS)
+@pytest.mark.parametrize("algorithm", [partial(FedNTD, "net"), partial(MOON, "net.head")])
+def test_a_layer_under_two_names_is_trained_as_under_one(tmp_path, algorithm, execution):
+    ends = [run(tmp_path, execution, algorithm, lambda n=n: Module(Twice(n)), **SHORT)[0] for n in (1, 2)]
+    one, two = (dict(module.named_parameters()) for module in ends)
+    assert_close(one, two)
+    assert all(type(value) is nn.Parameter for value in two.values())
+    assert not torch.equal(two["net.layer.weight"], Twice(2).double().layer.weight)
+
+
+def test_other_weights_of_a_tensor_that_has_its_name_from_elsewhere():
+    module = nn.Module()
+    module.tokens, module.net = nn.Embedding(4, 6), nn.Linear(6, 4, bias=False)
+    module.net.weight = module.tokens.weight
+    other = with_weights(module, "net", {"tokens.weight": torch.ones(4, 6)}, Call((torch.ones(1, 6),), {}, None))
+    assert other.tolist() == [[6.0] * 4]
 
 
 class SummedLoss(FedAvg):

@@ -22,8 +22,7 @@ from lightning_lowrank.federated.execution.differences import GRADIENT, TOLERANC
 from lightning_lowrank.federated.leaks import OfTheRun
 from lightning_lowrank.federated.state import State
 from lightning_lowrank.internals.replaced import replaced
-
-_PREFIX = "module."
+from lightning_lowrank.internals.torch import places_of
 
 
 def stack_sizes(clients: int) -> tuple[int, ...]:
@@ -167,6 +166,8 @@ class CompiledSteps(OfTheRun):
         logged, objective, steps = self._logged, self._objective, self
         client = _Client(self._module, training_step, takes_index)
         skeleton = apply_to_collection(batch, Tensor, lambda _: _Slot())
+        named = (*self._module.named_buffers(), *self._module.named_parameters())
+        places = places_of(client, {tensor: name for name, tensor in named})
 
         def of_one(
             trained: dict[str, Tensor], buffers: dict[str, Tensor], state: State, tensors: list[Tensor]
@@ -175,8 +176,9 @@ class CompiledSteps(OfTheRun):
             one = apply_to_collection(skeleton, _Slot, lambda _: next(given))
             # Copies, because a step changes buffers in place.
             values = {**trained, **{name: value.clone() for name, value in buffers.items()}}
-            prefixed = {_PREFIX + name: value for name, value in values.items()}
-            loss, left = functional_call(client, prefixed, (one, steps.number, objective, values, state, list(buffers)))
+            own = {place: values[name] for place, name in places.items() if name in values}
+            arguments = (one, steps.number, objective, values, state, list(buffers))
+            loss, left = functional_call(client, own, arguments, tie_weights=False)
             found = dict(logged)
             logged.clear()
             return loss, (found, left)

@@ -27,7 +27,7 @@ from lightning_lowrank.federated.execution.stack import LOGGED_AGAIN, captured_l
 from lightning_lowrank.federated.execution.why_not import cause_of
 from lightning_lowrank.federated.leaks import ChangedTensors
 from lightning_lowrank.federated.objective import loss_of
-from lightning_lowrank.internals.torch import as_rows, no_assignments_to_data, recurrent_weights_kept
+from lightning_lowrank.internals.torch import as_rows, no_assignments_to_data, places_of, recurrent_weights_kept
 from lightning_lowrank.internals.transformers import without_value_checks
 
 Logged = dict[str, Tensor]
@@ -151,12 +151,16 @@ class SampleGradients:
         arguments: Sequence[Any],
         settings: dict[str, dict[str, Any]],
     ) -> tuple[dict[str, Tensor], Tensor, Logged]:
+        live = self._module.named_parameters()
+        trained: dict[Tensor, str] = {tensor: name for name, tensor in live if name in parameters}
+        places = places_of(self._call, trained)
+
         def of_one(values: dict[str, Tensor], sample: list[Tensor]) -> tuple[Tensor, tuple[Tensor, Logged]]:
             given = iter(sample)
             one = apply_to_collection(batch, Tensor, lambda _: next(given).unsqueeze(0))
-            named = {f"module.{name}": value for name, value in values.items()}
+            named = {place: values[name] for place, name in places.items()}
             with without_value_checks(), captured_logs(self._module, settings, _refuse_metric) as logged:
-                loss = loss_of(functional_call(self._call, named, (one, *arguments)))
+                loss = loss_of(functional_call(self._call, named, (one, *arguments), tie_weights=False))
             if not isinstance(loss, Tensor):
                 raise MisconfigurationException(
                     f"DifferentialPrivacy: training_step gave {loss!r} in place of a loss, and a step cannot be"

@@ -120,6 +120,13 @@ class OneLayer(Module):
         return nn.functional.cross_entropy(self.net[2:](hidden.detach()), batch[1])
 
 
+def shared():
+    """A layer under two names, before another one."""
+    torch.manual_seed(1)
+    layer = nn.Linear(6, 6)
+    return nn.Sequential(layer, nn.Tanh(), layer, nn.Linear(6, 4))
+
+
 # Stacks have rows of clients that have finished, whose statistics are to stay.
 STAIRS = [list(range(24)), list(range(24, 48)), list(range(48, 64)), list(range(64, 80)), list(range(80, 88))]
 CASES = {
@@ -132,6 +139,7 @@ CASES = {
     "momentum": {"module": partial(Module, optimizer=OPTIMIZERS["momentum"]), "optimizer_state": "keep"},
     "clipping": {"trainer": {"gradient_clip_val": 0.1, "max_epochs": 3}},
     "control": {"algorithm": SCAFFOLD},
+    "shared": {"module": lambda: Module(shared())},
     "unused": {"module": partial(OneLayer, optimizer=OPTIMIZERS["momentum"])},
     "objective": {"algorithm": partial(FedProx, 0.1)},
     "statistics": {
