@@ -55,8 +55,8 @@ class RobustRule(KeepsArrivals):
     lossy downlink is not attributed to clients: arrivals are shifted onto the broadcast before compression.
 
     An arrival with numbers that are not finite is left out and counts as one of the Byzantine ones. (Tensors that are
-    not finite in all arrivals, such as a mask of -inf, are treated like integers.) The result does not depend on the
-    order of arrivals.
+    not finite in the values that the clients started from, such as a mask of -inf, or in all arrivals are treated like
+    integers.) The result does not depend on the order of arrivals.
 
     Args:
         before: Pre-aggregations that the arrivals pass first, in order, such as ``[NearestNeighborMixing(2)]``.
@@ -154,7 +154,7 @@ class RobustRule(KeepsArrivals):
         names = [name for name, value in self.kept[0][0].items() if value.is_floating_point() and value.numel()]
         norms = self._norms(names)
         if not all(map(math.isfinite, norms)):
-            names = [name for name in names if any(bool(_wide(each).isfinite().all()) for each in self._all(name))]
+            names = [name for name in names if self._has_finite_changes(name)]
             norms = self._norms(names)
         places = [place for place, norm in enumerate(norms) if math.isfinite(norm)]
         if not places:
@@ -162,6 +162,11 @@ class RobustRule(KeepsArrivals):
         distinct = len({*norms}) == len(norms)
         ties = [b"" if distinct else self._tie(tensors, names) for tensors, _ in self.kept]
         return names, sorted(places, key=lambda place: (norms[place], ties[place]))
+
+    def _has_finite_changes(self, name: str) -> bool:
+        """Whether a tensor is finite at its origin, if it has one, and in some arrival."""
+        at_origin = name not in self._origin or _is_finite(self._origin[name])
+        return at_origin and any(map(_is_finite, self._all(name)))
 
     def _norms(self, names: Sequence[str]) -> list[float]:
         """The arrivals' squared norms; a norm beyond float64 is infinite."""
@@ -667,6 +672,10 @@ def _distances(gram: Tensor, weights: Tensor) -> Tensor:
 
 def _at_least(dtype: torch.dtype, least: torch.dtype | None) -> torch.dtype:
     return dtype if least is None or not dtype.is_floating_point else torch.promote_types(dtype, least)
+
+
+def _is_finite(tensor: Tensor) -> bool:
+    return bool(_wide(tensor).isfinite().all())
 
 
 def _wide(tensor: Tensor) -> Tensor:

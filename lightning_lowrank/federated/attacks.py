@@ -25,7 +25,7 @@ from lightning_lowrank.configuration import check_integer, check_number
 from lightning_lowrank.federated.messages import Message
 from lightning_lowrank.federated.protocols import OwnCodec
 from lightning_lowrank.federated.stages import Arrival, RoundStage, Way
-from lightning_lowrank.federated.state import ClientInfo, Server
+from lightning_lowrank.federated.state import ClientInfo, Server, difference
 from lightning_lowrank.seeding import derive_seed, generator
 
 __all__ = [
@@ -159,7 +159,7 @@ class Attack(Configured, ABC):
             value = arrival.message.tensors[name]
             value = value.to(float64_device(value.device)).double()
             origin = origins[arrival.client.id].get(name)
-            return value if origin is None or origin.shape != value.shape else value - origin.to(value)
+            return value if origin is None or origin.shape != value.shape else difference(value, origin.to(value))
 
         def forged(arrival: Arrival) -> Arrival:
             tensors = dict(arrival.message.tensors)
@@ -181,7 +181,10 @@ class Attack(Configured, ABC):
                 sent = self.forge(attempt)
                 if sent is own:
                     continue
-                tensors[name] = _typed(value.to(own) - own + sent, value)
+                wide = value.to(own)
+                # An infinite number, as in a mask, stays: a change would make it finite.
+                finite = (own.isfinite() & wide.isfinite()).to(value.device)
+                tensors[name] = torch.where(finite, _typed(wide - own + sent, value), value)
             return replace(arrival, message=Message(tensors, arrival.message.codec))
 
         return [forged(arrival) if arrival.client.id in members else arrival for arrival in arrivals]

@@ -15,7 +15,7 @@ from torch import Tensor
 from lightning_lowrank.arguments import Configured
 from lightning_lowrank.federated.algorithm import Algorithm, detached
 from lightning_lowrank.federated.messages import Message
-from lightning_lowrank.federated.state import ClientContext, ClientInfo, Server
+from lightning_lowrank.federated.state import ClientContext, ClientInfo, Server, difference
 
 __all__ = ["Arrival", "RoundStage"]
 
@@ -63,14 +63,12 @@ class Arrival:
     def update(self) -> dict[str, Tensor]:
         """The client's change by name, floating-point tensors only. Tensors without reference values are changes.
 
-        Integer tensors are left out.
+        Integer tensors are left out. A number that stays infinite, as in a mask, has the change 0.
         """
         origin = self.find_origin(self.client)
-        return {
-            name: value - origin[name].to(value) if name in origin and origin[name].shape == value.shape else value
-            for name, value in self.message.tensors.items()
-            if value.is_floating_point()
-        }
+        found = {name: value for name, value in self.message.tensors.items() if value.is_floating_point()}
+        alike = [name for name, value in found.items() if name in origin and origin[name].shape == value.shape]
+        return found | {name: difference(found[name], origin[name].to(found[name])) for name in alike}
 
 
 class RoundStage(Configured):

@@ -234,6 +234,20 @@ def test_a_mask_of_infinities_is_kept():
     assert torch.equal(rule.result()["mask"], mask)
 
 
+@pytest.mark.parametrize("rule", [CoordinateMedian(), TrimmedMean(1), Krum(1), GeometricMedian(), NormBound()])
+def test_one_client_that_fills_a_mask_changes_nothing(rule):
+    mask = torch.tensor([0.0, -torch.inf])
+    found = []
+    for last in (mask, torch.zeros(2)):
+        for place in range(6):
+            rule.add({"mask": mask if place < 5 else last, "w": torch.tensor([float(place)])}, 1)
+        rule.prepare({"mask": mask, "w": torch.zeros(1)}, 0)
+        found.append(rule.result())
+        rule.clear()
+    assert torch.equal(found[1]["mask"], mask)
+    assert found[0]["w"] == found[1]["w"] != 0
+
+
 def test_what_is_not_finite_counts_as_byzantine():
     rule = TrimmedMean(2)
     for value in (1.0, torch.nan, 2.0, 3.0, 1e200, 90.0):

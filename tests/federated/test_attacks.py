@@ -32,6 +32,9 @@ from lightning_lowrank import (
     TrimmedMean,
 )
 from lightning_lowrank.federated.attacks import Attackers, LabelPoison, hidden_deviations
+from lightning_lowrank.federated.messages import Message
+from lightning_lowrank.federated.stages import Arrival
+from lightning_lowrank.federated.state import ClientInfo
 from tests.algorithms.written_out import (
     CLIENTS,
     EXECUTIONS,
@@ -228,6 +231,17 @@ def test_what_names_no_clients_is_refused(given):
 def test_arguments_are_checked(make, message):
     with pytest.raises(MisconfigurationException, match=message):
         make()
+
+
+@pytest.mark.parametrize("attack", [SignFlip([1]), GaussianNoise([1]), InnerProduct([1]), ALIE([1]), Scaled([1])])
+def test_an_attack_keeps_infinite_numbers(attack):
+    mask, filled = torch.tensor([1.0, -torch.inf, -torch.inf]), torch.tensor([2.0, 0.0, -torch.inf])
+    sent = [mask, filled, mask + 1]
+    arrivals = [Arrival(ClientInfo(id, 4, 0, 0), Message({"mask": each}), 1.0, dict) for id, each in enumerate(sent)]
+    forged = attack.forge_all(arrivals, [1], [{"mask": mask}] * 3, 0)[1].message.tensors["mask"]
+    assert torch.equal(forged[1:], filled[1:])
+    assert forged[0].isfinite()
+    assert forged[0] != filled[0]
 
 
 def test_an_attack_that_overflows_is_finite(tmp_path):

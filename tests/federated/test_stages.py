@@ -155,6 +155,12 @@ def test_a_stage_sees_each_clients_update(tmp_path, execution):
     assert rounds[0]["norm/0"] == pytest.approx(float(change.double().norm()), rel=1e-5)
 
 
+def test_an_infinite_number_that_stays_has_no_change():
+    client, mask = ClientInfo(0, 4, 0, 0), torch.tensor([1.0, -torch.inf])
+    arrival = Arrival(client, Message({"mask": mask + 1}), 1.0, lambda client: {"mask": mask})
+    assert arrival.update()["mask"].tolist() == [1.0, 0.0]
+
+
 def test_stages_see_what_attackers_send(tmp_path):
     honest = run(tmp_path, stages=[update_norms()])[2][0]
     forged = run(tmp_path, stages=[update_norms()], attackers=SignFlip([1], scale=4.0))[2][0]
