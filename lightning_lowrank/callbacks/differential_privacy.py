@@ -73,10 +73,11 @@ class DifferentialPrivacy(NeedsPoissonBatches, Configured, Callback):
     client's answer is late or refused, since the server may have received it. Between real sites each site
     counts its own ε in its file, and refuses a round that would pass ``target_epsilon``.
 
-    Each epoch or round logs ``privacy/epsilon``, and of up to 32 clients ``privacy/epsilon/<client>``. The fit ends
-    before ``target_epsilon`` is passed, with a message. Checkpoints hold the steps spent. Without a federation, a
-    later fit with the same callback adds to the same ε, with new noise and new batches. `FederatedLoop` refuses a
-    second private run from the beginning.
+    Each epoch or round logs ``privacy/epsilon``, and of up to 32 clients ``privacy/epsilon/<client>``. In a loop with
+    `ClientPrivacy` these are ``privacy/samples/epsilon`` and ``privacy/samples/epsilon/<client>``, because
+    ``privacy/epsilon`` is that of clients there. The fit ends before ``target_epsilon`` is passed, with a message.
+    Checkpoints hold the steps spent. Without a federation, a later fit with the same callback adds to the same ε, with
+    new noise and new batches. `FederatedLoop` refuses a second private run from the beginning.
 
     Args:
         clip: Largest norm :math:`C` of a sample's gradient, over all trained parameters, above 0.
@@ -426,9 +427,12 @@ class DifferentialPrivacy(NeedsPoissonBatches, Configured, Callback):
         if self._loop is not None and isinstance(self._loop.exchange, SiteExchange):
             return
         spent = self.epsilons()
-        figures = {"privacy/epsilon": max(spent.values())}
+        # A loop with ClientPrivacy logs the ε of clients as privacy/epsilon.
+        of_both = self._loop is not None and self._loop.exchange.private is not None
+        name = "privacy/samples/epsilon" if of_both else "privacy/epsilon"
+        figures = {name: max(spent.values())}
         if self._loop is not None and len(spent) <= _LOGGED_CLIENTS:
-            figures |= {f"privacy/epsilon/{client}": value for client, value in spent.items()}
+            figures |= {f"{name}/{client}": value for client, value in spent.items()}
         log_figures(trainer, figures)
         if not 0 < (trainer.max_epochs or 0) <= trainer.current_epoch + 1:
             self._stop_if_spent(trainer, trainer.current_epoch + 1)

@@ -22,6 +22,7 @@ from lightning_lowrank import (
     MOON,
     SCAFFOLD,
     BlockKronecker,
+    ClientPrivacy,
     DifferentialPrivacy,
     Ditto,
     FedAvg,
@@ -491,6 +492,17 @@ def test_every_client_has_its_own_epsilon(tmp_path):
         assert run.callback_metrics[f"privacy/epsilon/{client}"].item() == expected[client]
     assert callback.epsilons() == expected
     assert run.callback_metrics["privacy/epsilon"].item() == max(expected.values())
+
+
+@pytest.mark.slow
+def test_clients_and_samples_have_epsilons_of_their_own(tmp_path):
+    clients = ClientPrivacy(noise_multiplier=1.0)
+    run, _, loop, callback = federated(tmp_path, privacy=clients, weighting="uniform")
+    logged = {name: value.item() for name, value in run.callback_metrics.items() if "epsilon" in name}
+    expected = {f"privacy/samples/epsilon/{client}": value for client, value in callback.epsilons().items()}
+    expected["privacy/samples/epsilon"] = max(expected.values())
+    assert logged == {**expected, "privacy/epsilon": pytest.approx(loop.exchange.private.epsilon())}
+    assert logged["privacy/epsilon"] != logged["privacy/samples/epsilon"]
 
 
 @pytest.mark.slow
