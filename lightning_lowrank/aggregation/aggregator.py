@@ -217,6 +217,12 @@ def to_float64(tensor: Tensor) -> Tensor:
     return tensor.to(float64_device(tensor.device)).double()
 
 
-def working_dtype(dtype: torch.dtype) -> torch.dtype:
-    """The dtype to compute in: float32, or float64 for float64."""
-    return torch.promote_types(dtype, torch.float32)
+def working_dtype(dtype: torch.dtype, least: torch.dtype = torch.float32) -> torch.dtype:
+    """The dtype to compute in: ``least``, or a wider one that holds the numbers of ``dtype`` as well."""
+    # torch refuses to promote floats of one byte.
+    return least if dtype.itemsize == 1 else torch.promote_types(dtype, least)
+
+
+def result_dtype(dtype: torch.dtype, least: torch.dtype | None) -> torch.dtype:
+    """The dtype of an aggregate of arrivals of ``dtype``: that, or a floating-point one promoted to ``least``."""
+    return dtype if least is None or not dtype.is_floating_point else working_dtype(dtype, least)

@@ -18,6 +18,7 @@ from lightning_lowrank.aggregation.aggregator import (
     equal_tensors,
     float64_device,
     home_of,
+    result_dtype,
     to_float64,
 )
 from lightning_lowrank.internals.torch import add_each, divide_each
@@ -187,12 +188,12 @@ class WeightedMean(Aggregator):
             raise ValueError(f"the weights of all {self.arrivals} arrivals are 0, but a mean needs a weight above 0.")
         self._add_changes()
         if self._only:
-            return {name: value.to(_at_least(value.dtype, least)) for name, value in self._only.items()}
+            return {name: value.to(result_dtype(value.dtype, least)) for name, value in self._only.items()}
         means = divide_each(list(self._sums.values()), self.weight)
         averaged = {
             # Cast before the move to the device, which may have no float64.
             name: (mean if dtype.is_floating_point else mean.round())
-            .to(_at_least(dtype, least))
+            .to(result_dtype(dtype, least))
             .to(self._devices[name])
             for (name, dtype), mean in zip(self._dtypes.items(), means, strict=True)
         }
@@ -248,10 +249,6 @@ class WeightedMean(Aggregator):
         self._changes = None if state["changes"] is None else _Changes(**state["changes"]).to(device)
         self.weight = state["weight"]
         self.arrivals = state["arrivals"]
-
-
-def _at_least(dtype: torch.dtype, least: torch.dtype | None) -> torch.dtype:
-    return dtype if least is None or not dtype.is_floating_point else torch.promote_types(dtype, least)
 
 
 def _zeros(change: Tensor) -> Tensor:

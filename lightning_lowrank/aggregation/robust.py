@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from lightning_lowrank.aggregation.aggregator import KeepsArrivals, float64_device
+from lightning_lowrank.aggregation.aggregator import KeepsArrivals, float64_device, result_dtype
 from lightning_lowrank.aggregation.preaggregation import (
     Byzantine,
     PreAggregation,
@@ -143,8 +143,11 @@ class RobustRule(KeepsArrivals):
         found = self._aggregate(names, places, counts)
         for name in first:
             if name not in found:
-                found[name] = torch.stack(self._all(name)).sort(dim=0).values[(len(self.kept) - 1) // 2]
-        return {name: found[name].to(_at_least(value.dtype, least)).to(value.device) for name, value in first.items()}
+                rows = torch.stack([*map(_wide, self._all(name))])
+                found[name] = rows.sort(dim=0).values[(len(self.kept) - 1) // 2]
+        return {
+            name: found[name].to(result_dtype(value.dtype, least)).to(value.device) for name, value in first.items()
+        }
 
     def _finite(self) -> tuple[list[str], list[int]]:
         """Names of the compared tensors, and indices of the finite arrivals, sorted by norm and then by content.
@@ -668,10 +671,6 @@ def _distances(gram: Tensor, weights: Tensor) -> Tensor:
     """The vectors' distances to their weighted sum, from their inner products."""
     towards = gram @ weights
     return (gram.diagonal() - 2 * towards + weights @ towards).clamp(min=0).sqrt()
-
-
-def _at_least(dtype: torch.dtype, least: torch.dtype | None) -> torch.dtype:
-    return dtype if least is None or not dtype.is_floating_point else torch.promote_types(dtype, least)
 
 
 def _is_finite(tensor: Tensor) -> bool:

@@ -19,6 +19,7 @@ from lightning.fabric.utilities import move_data_to_device
 from torch import Tensor
 
 from lightning_lowrank.aggregation import KeepsArrivals
+from lightning_lowrank.aggregation.aggregator import working_dtype
 from lightning_lowrank.compression import Codec, DecodingError, Packet, Schema
 from lightning_lowrank.federated.coordinator import Coordinator
 from lightning_lowrank.federated.failures import describe_error
@@ -364,7 +365,7 @@ def _kind(name: str, value: Tensor, buffers: Collection[str], model: Collection[
 def _wide(value: Tensor) -> torch.dtype:
     if value.is_complex():
         return value.dtype
-    return torch.promote_types(value.dtype, torch.float32) if value.is_floating_point() else torch.float64
+    return working_dtype(value.dtype) if value.is_floating_point() else torch.float64
 
 
 def _norm(value: Tensor) -> float:

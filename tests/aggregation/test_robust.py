@@ -269,6 +269,16 @@ def test_sixteen_bits_may_stay_as_precise_as_they_are():
     assert rule.result()["w"].dtype == torch.bfloat16
 
 
+@pytest.mark.parametrize("rule", [WeightedMean(), CoordinateMedian(), Krum(0)])
+def test_floats_of_one_byte_become_as_precise_as_is_asked(rule):
+    for value in (1.0, 1.0, 1.0):
+        rule.add({"w": torch.full((2,), value).to(torch.float8_e4m3fn), "no": torch.empty(0).to(torch.float8_e5m2)}, 1)
+    found = rule.result(least=torch.float32)
+    assert {each.dtype for each in found.values()} == {torch.float32}
+    assert found["w"].tolist() == [1, 1]
+    assert rule.result()["w"].dtype == torch.float8_e4m3fn
+
+
 # Too few arrivals
 
 REFUSED = [

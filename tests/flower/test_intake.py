@@ -124,6 +124,13 @@ def test_a_mask_of_infinite_numbers_is_measured_where_it_is_finite(monkeypatch):
         assert [*refused] == ([hostile] if told else [])
 
 
+def test_changes_of_floats_of_one_byte_are_measured(target):
+    bias = target.coordinator.server.model["net.0.bias"]
+    sent = {"net.0.bias": torch.full_like(bias, 2.0).to(torch.float8_e4m3fn)}
+    change = target.intake()._changes(sent, target.expected[target.clients[0]])["parameters"]
+    assert change.norm == pytest.approx(float((2 - bias).norm()), rel=1e-5)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "share"), [("FedNova", 0.33), ("EF21P", 0.33), ("FedBAT", 0.33), ("RandomCoordinates", 0.65)]

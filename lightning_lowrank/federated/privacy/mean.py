@@ -18,7 +18,7 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import Tensor
 from typing_extensions import override
 
-from lightning_lowrank.aggregation.aggregator import float64_device
+from lightning_lowrank.aggregation.aggregator import float64_device, working_dtype
 from lightning_lowrank.arguments import join_names
 from lightning_lowrank.federated.algorithm import Algorithm, detached
 from lightning_lowrank.federated.checks import check_factors_move, refuse_batch_norm
@@ -285,7 +285,7 @@ class PrivateMean(RoundStage):
                 found[name] = center[name]
                 continue
             total = sums[name] / sampled + (_wide(center[name]) if name in center else 0)
-            found[name] = total.to(torch.promote_types(value.dtype, torch.float32)).to(value.device)
+            found[name] = total.to(working_dtype(value.dtype)).to(value.device)
         self._follow_quantile(round_number)
         self.released += 1
         self._forget()
@@ -356,9 +356,8 @@ def check_carries_noise(message: Message, sender: str) -> None:
     narrow = [name for name, value in message.tensors.items() if value.is_floating_point() and value.itemsize < 4]
     if narrow:
         raise MisconfigurationException(
-            f"{needs} {sender} sends {join_names(narrow)} in 16 bits, which round a part of it away: train in 32 bits,"
-            " as"
-            " precision='bf16-mixed' does, or use noise_at='server'."
+            f"{needs} {sender} sends {join_names(narrow)} in 16 bits or fewer, which round a part of it away: train in"
+            " 32 bits, as precision='bf16-mixed' does, or use noise_at='server'."
         )
 
 

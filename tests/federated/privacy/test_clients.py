@@ -107,6 +107,12 @@ def test_noise_of_clients_adds_up():
     assert stats.kstest(((found - clipped) / (2.0 * 0.7 / 4)).numpy(), "norm").pvalue > 1e-4
 
 
+def test_buffers_of_one_byte_are_noised_in_float32():
+    mean, center = mean_of({}), {"scale": torch.ones(3).to(torch.float8_e4m3fn)}
+    mean.add(center, center)
+    assert mean.noised_mean(center, center, 0)["scale"].dtype == torch.float32
+
+
 def test_an_update_is_clipped_as_a_whole():
     mean = mean_of({"clip": 1.0})
     center = {"w": torch.tensor([1.0, 1.0]), "b": torch.tensor(5.0)}
