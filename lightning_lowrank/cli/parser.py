@@ -361,6 +361,8 @@ class LowRankCLI(SubcommandCLI):
         # the option.
         section = _section(self.config)
         section.pop("seeds", None)
+        # Lightning has put the default back if it has read a checkpoint's hyperparameters.
+        section.pop("quiet", None)
         _write_below_root(section["trainer"])
         path = section.get("ckpt_path")
         if path and path not in _CHECKPOINT_NAMES and "://" not in path and not Path(path).exists():

@@ -10,14 +10,17 @@ from typing import Any
 import jsonargparse
 import lightning
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
+from lightning.pytorch.utilities import rank_zero_warn
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
 _NEEDED = (
     "_add_configure_optimizers_method_to_model",
+    "_parse_ckpt_path",
     "_parser",
     "_prepare_subcommand_parser",
     "_run_subcommand",
 )
+_EVALUATIONS = ("validate", "test", "predict")
 
 
 def read_counts_as_counts() -> None:
@@ -147,6 +150,25 @@ class SubcommandCLI(LightningCLI):
         parser = super()._prepare_subcommand_parser(klass, subcommand, **kwargs)
         self._subcommand_method_arguments[subcommand] += self.add_arguments_of_subcommand(parser, subcommand)
         return parser
+
+    def _parse_ckpt_path(self) -> None:
+        """Read a checkpoint's hyperparameters for an evaluation alone, with a warning of what they replace.
+
+        Lightning puts them in place of the configuration's ``model`` section for ``fit`` too, so that a resumed run
+        would lose changes without a word.
+        """
+        subcommand = self.config.get("subcommand")
+        if subcommand not in _EVALUATIONS:
+            return
+        given = dict(self.config[subcommand].model.items())
+        super()._parse_ckpt_path()
+        section = self.config[subcommand]
+        replaced = [name for name, value in section.model.items() if given.get(name) != value]
+        if replaced:
+            rank_zero_warn(
+                f"{subcommand} uses the values of ckpt_path={section.ckpt_path!r} in place of the configuration's for"
+                f" {', '.join(f'model.{name}={section.model[name]!r}' for name in replaced)}."
+            )
 
     def _add_configure_optimizers_method_to_model(self, subcommand: str | None) -> None:
         self.install_optimizers()

@@ -183,12 +183,14 @@ def test_lowrank_without_federated_is_low_rank_training(run):
     assert all(factor.abs().sum() > 0 for layer in layers.values() for factor in layer.factors.values())
 
 
-def test_validate_test_and_predict_with_a_runs_checkpoint(run):
+def test_validate_test_and_predict_with_a_runs_checkpoint(run, recwarn):
     fitted = run("fit", "--config", "base.yaml")
     (checkpoint,) = Path("runs/version_0/checkpoints").glob("*.ckpt")
     at_the_end = {name: float(value) for name, value in fitted.trainer.callback_metrics.items()}
 
-    validated = run("validate", "--config", "base.yaml", "--ckpt_path", checkpoint)
+    validated = run("validate", "--config", "base.yaml", "--ckpt_path", checkpoint, "--quiet")
+    assert "quiet" not in yaml.safe_load(Path("runs/version_1/config.yaml").read_text())
+    assert not [each for each in recwarn if "in place of the configuration" in str(each.message)]
     assert float(validated.trainer.callback_metrics["val_loss"]) == at_the_end["val_loss"]
     assert float(validated.trainer.callback_metrics["val_acc"]) == at_the_end["val_acc"]
 
@@ -470,6 +472,8 @@ def test_fit_goes_on_from_a_checkpoint(run):
     assert loop_of(whole).ledger.figures() == loop_of(resumed).ledger.figures()
     assert sorted(metrics("runs/version_2")) == [2, 3]
     assert metrics("runs/version_2")[3] == metrics("runs/version_0")[3]
+    with pytest.raises(SystemExit, match=r"label_smoothing: 0\.0 in the checkpoint, 0\.3 now"):
+        run("fit", "--config", "base.yaml", "--ckpt_path", checkpoint, "--model.label_smoothing", "0.3")
 
 
 @pytest.mark.nightly

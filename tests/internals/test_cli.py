@@ -7,6 +7,7 @@ import typing
 
 import jsonargparse
 import pytest
+import torch
 from lightning.pytorch.cli import LightningCLI
 from lightning.pytorch.demos.boring_classes import BoringModel
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
@@ -77,11 +78,26 @@ def test_the_help_names_all_subcommands(capsys):
         assert "{fit,validate,test,predict}" in said.out + said.err
 
 
-@pytest.mark.parametrize("name", ["_prepare_subcommand_parser", "_run_subcommand"])
+@pytest.mark.parametrize("name", ["_parse_ckpt_path", "_prepare_subcommand_parser", "_run_subcommand"])
 def test_another_command_line_is_refused(monkeypatch, name):
     monkeypatch.delattr(LightningCLI, name)
     with pytest.raises(MisconfigurationException, match=rf"has no {name}.*lightning 2\.6"):
         Telling(BoringModel, args=["fit"])
+
+
+class Scaled(BoringModel):
+    def __init__(self, scale: float = 1.0) -> None:
+        super().__init__()
+
+
+@pytest.mark.parametrize(("subcommand", "scale"), [("fit", 3.0), ("test", 2.0)])
+@pytest.mark.slow
+def test_a_checkpoints_hyperparameters_are_for_evaluations_alone(tmp_path, recwarn, subcommand, scale):
+    torch.save({"hyper_parameters": {"scale": 2.0}}, tmp_path / "a.ckpt")
+    done = Telling(Scaled, args=[subcommand, "--model.scale=3", f"--ckpt_path={tmp_path / 'a.ckpt'}"])
+    assert done.config[subcommand].model.scale == scale
+    told = [str(each.message) for each in recwarn if "model.scale=2.0" in str(each.message)]
+    assert [subcommand in each and "a.ckpt" in each for each in told] == ([] if subcommand == "fit" else [True])
 
 
 class Counting:
