@@ -157,6 +157,11 @@ def report(
         elif run.continues:
             began = f"went on from another run in round {run.first_round}"
             notes.append(f"{run.folder} {began}: its figures are of the rounds from there on")
+    for name, group in groups.items():
+        counts = sorted({run.count for run in group})
+        if len(counts) > 1:
+            each_count = join_names(list(map(str, counts)))
+            notes.append(f"{name}: its seeds ended after {each_count} rounds, and each counts with its own last round")
     folders = ["\n".join(str(run.folder) for run in group) for group in groups.values()]
     tables = {
         "": _results(groups, goal),

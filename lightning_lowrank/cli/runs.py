@@ -35,9 +35,11 @@ _LARGEST_CONFIG = 2**20
 _MOST_NODES = 20_000
 _DEEPEST = 100
 # Settings that differ between all runs, or that have a column of their own.
-_NOT_NAMED = ("seed_everything", "ckpt_path", "trainer.logger", "trainer.default_root_dir")
+_NOT_NAMED = ("seed_everything", "ckpt_path", "weights_only", "trainer.logger", "trainer.default_root_dir")
 # Arguments that only set where a run writes files.
 _PLACES = ("trainer.logger", "trainer.default_root_dir", "trainer.callbacks.init_args.dirpath")
+# Arguments of a run that continues another one of its settings.
+_RESUMING = ("ckpt_path", "weights_only")
 # Preference among settings that distinguish the same runs.
 _TELLING = ("federated.init_args.algorithm", "federated.algorithm", "lowrank", "federated", "model", "data")
 _VERSION = re.compile(r"version_\d+")
@@ -430,10 +432,12 @@ def group_by_seed(runs: Sequence[Run]) -> list[list[Run]]:
 
     - ``seed_everything``;
     - arguments called ``seed`` or ``…_seed`` that have the value of ``seed_everything``, or none, in every such run;
-    - where the runs write to: ``trainer.logger``, ``trainer.default_root_dir``, a callback's ``dirpath``.
+    - where the runs write to: ``trainer.logger``, ``trainer.default_root_dir``, a callback's ``dirpath``;
+    - what they continue: ``ckpt_path``, ``weights_only``.
 
-    If several runs have the same seed too, only one of them joins the runs of other seeds: the one with most rounds,
-    or the last of these. Repeated runs would make the deviation look smaller than it is.
+    If several runs have the same seed too, only one of them joins the runs of other seeds: the one with the highest
+    round, such as one that continues a killed run, or the last of these. Repeated runs would make the deviation look
+    smaller than it is.
 
     Groups are in the order of their first runs, and within a group runs are by seed. A run without a ``config.yaml`` of
     LightningCLI is a group of its own.
@@ -480,7 +484,8 @@ def _without_seed(run: Run) -> _Configured | None:
     rest: dict[str, Any] = {}
     for path, value in run.settings.items():
         names = [name for name in path.split(".") if not name.isdigit()]
-        if names == ["seed_everything"] or any(names[: place.count(".") + 1] == place.split(".") for place in _PLACES):
+        left_out = ("seed_everything", *_RESUMING, *_PLACES)
+        if any(names[: place.count(".") + 1] == place.split(".") for place in left_out):
             continue
         (seeds if names and (names[-1] == "seed" or names[-1].endswith("_seed")) else rest)[path] = value
     return _Configured(run, seed, seeds, json.dumps([rest, sorted(seeds)], sort_keys=True, default=str))

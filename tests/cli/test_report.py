@@ -134,6 +134,16 @@ def test_seeds_of_one_configuration_are_one_row(tmp_path):
     assert all(value in text for value in low.values())
 
 
+@pytest.mark.parametrize(("rounds", "told"), [([2, 2], False), ([3, 2], True)])
+def test_seeds_of_unequal_rounds_are_told(tmp_path, rounds, told):
+    for seed, count in enumerate(rounds):
+        rows = rows_of([0.5] * count, 1, 1)
+        configured(tmp_path / "runs" / "low" / f"version_{seed}", seed, rows, trainer__max_epochs=3)
+    _, text = make_report([tmp_path / "runs"], tmp_path / "out")
+    assert ("low: its seeds ended after 2, 3 rounds" in text) == told
+    assert "its seeds" not in make_report([tmp_path / "runs"], tmp_path / "out", each=True)[1]
+
+
 def test_pictures_of_an_earlier_report_do_not_stay(tmp_path):
     write_run(tmp_path / "runs" / "a", [{"epoch": 0, "val_acc": 0.5}])
     write_run(tmp_path / "dear" / "a", rows_of([0.5], 1, 1))

@@ -43,7 +43,8 @@ def grouped(root: Path) -> list[list[str]]:
         # Only where a run writes to may differ otherwise.
         ([{"trainer__logger": True}, {"trainer__logger": [{"class_path": "CSVLogger"}]}], True),
         ([{"data__init_args__dirpath": "a"}, {"data__init_args__dirpath": "b"}], False),
-        ([{"ckpt_path": "a"}, {"ckpt_path": "b"}], False),
+        ([{"ckpt_path": "a"}, {"ckpt_path": None, "weights_only": False}], True),
+        ([{"data__init_args__ckpt_path": "a"}, {"data__init_args__ckpt_path": "b"}], False),
         ([{"federated__share": float("nan")}, {"federated__share": float("nan")}], True),
     ],
 )
@@ -58,6 +59,14 @@ def test_a_seed_counts_once_and_by_its_longest_run(tmp_path):
     for number, (seed, rounds) in enumerate([(1, 3), (0, 1), (0, 3), (2, 3), (0, 3), (1, 2)]):
         configured(tmp_path / f"version_{number}", seed, rows_of([0.5] * rounds, 1, 1), trainer__max_epochs=3)
     assert grouped(tmp_path) == [["version_4", "version_0", "version_3"], ["version_1"], ["version_2", "version_5"]]
+
+
+def test_a_run_that_continues_a_killed_one_takes_its_seeds_place(tmp_path):
+    for number, (seed, first, rounds) in enumerate([(0, 0, 4), (1, 0, 2), (1, 2, 2), (2, 0, 4)]):
+        change = {"ckpt_path": "version_1/last.ckpt", "weights_only": True} if first else {"ckpt_path": None}
+        rows = rows_of([0.5] * rounds, 1, 1, first=first)
+        configured(tmp_path / f"version_{number}", seed, rows, trainer__max_epochs=4, **change)
+    assert grouped(tmp_path) == [["version_0", "version_2", "version_3"], ["version_1"]]
 
 
 @pytest.mark.parametrize("config", [None, "a: [", "- 1", "model: x", "seed_everything: false", "seed_everything: true"])
