@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import functools
+import inspect
+import pydoc
 import sys
 from collections.abc import Callable
 from typing import Any
@@ -10,6 +12,7 @@ from typing import Any
 import jsonargparse
 import lightning
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
+from lightning.pytorch.loggers import Logger
 from lightning.pytorch.utilities import rank_zero_warn
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
@@ -56,6 +59,29 @@ def replace_lists_whole() -> None:
         return as_jsonargparse(val, *arguments, **keywords)
 
     _replace_in_typehints("adapt_typehints", without_the_list_before)
+
+
+def begin_other_classes_anew() -> None:
+    """Patch jsonargparse so that a class has no arguments of another class that an earlier configuration names.
+
+    jsonargparse keeps the arguments that both classes have: an overlay's FedAdam would have the ``lr`` of the recipe's
+    FedAvgM. A logger keeps them, which say where a run writes. A jsonargparse with other private parts is left as it
+    is.
+    """
+
+    def without_arguments(as_jsonargparse: Callable[..., Any], parser: Any, earlier: Any, later: Any) -> None:
+        as_jsonargparse(parser, earlier, later)
+        if not isinstance(earlier, jsonargparse.Namespace) or not earlier.get("class_path"):
+            return
+        paths = [earlier["class_path"], later["class_path"]]
+        kinds = [pydoc.locate(path) for path in paths]
+        # A short name, as in a recipe, cannot be imported.
+        first, second = [path.rpartition(".")[2] for path in paths] if None in kinds else kinds
+        if first != second and not all(inspect.isclass(kind) and issubclass(kind, Logger) for kind in kinds):
+            earlier["init_args"] = jsonargparse.Namespace()
+            earlier.pop("dict_kwargs", None)
+
+    _replace_in_typehints("discard_init_args_on_class_path_change", without_arguments)
 
 
 def write_names_as_names() -> None:
@@ -108,6 +134,7 @@ class SubcommandCLI(LightningCLI):
             )
         read_counts_as_counts()
         replace_lists_whole()
+        begin_other_classes_anew()
         write_names_as_names()
         self._only = self._first_word(keywords)
         super().__init__(*arguments, **keywords)

@@ -10,11 +10,13 @@ import pytest
 import torch
 from lightning.pytorch.cli import LightningCLI
 from lightning.pytorch.demos.boring_classes import BoringModel
+from lightning.pytorch.loggers import Logger
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
 import lightning_lowrank
 from lightning_lowrank.internals.cli import (
     SubcommandCLI,
+    begin_other_classes_anew,
     read_counts_as_counts,
     replace_lists_whole,
     write_names_as_names,
@@ -214,3 +216,49 @@ def test_a_list_takes_the_place_of_the_one_before(tmp_path, in_file):
         assert added.whole.parts[0].init_args.size == 3
     changed = parser.parse_args([f"--config={files[0]}", "--whole.parts.size=9"])
     assert [part.init_args.size for part in changed.whole.parts] == [3, 9]
+
+
+SamePart = Part
+
+
+class Holder:
+    def __init__(self, part: Part | OtherPart | None = None, logger: Logger | None = None) -> None:
+        self.part, self.logger = part, logger
+
+
+def path(name):
+    return f"{__name__}.{name}"
+
+
+FIRST = spec(Part, size=3, mode="any")
+LOGGER = {"class_path": "lightning.pytorch.loggers.CSVLogger", "init_args": {"save_dir": "a", "name": "b"}}
+
+
+@pytest.mark.parametrize("in_file", [True, False])
+@pytest.mark.parametrize(
+    ("name", "first", "second", "expected"),
+    [
+        ("part", FIRST, spec(OtherPart), {"mode": "max"}),
+        ("part", FIRST, path("OtherPart"), {"mode": "max"}),
+        ("part", FIRST, spec(Part, size=4), {"size": 4, "mode": "any"}),
+        ("part", FIRST, {"init_args": {"size": 4}}, {"size": 4, "mode": "any"}),
+        ("part", FIRST, path("SamePart"), {"size": 3, "mode": "any"}),
+        ("part", FIRST, None, None),
+        ("logger", LOGGER, "lightning.pytorch.loggers.TensorBoardLogger", {"save_dir": "a", "name": "b"}),
+    ],
+)
+def test_another_class_has_none_of_the_arguments_before(tmp_path, in_file, name, first, second, expected):
+    begin_other_classes_anew()
+    discard = jsonargparse._typehints.discard_init_args_on_class_path_change
+    assert discard.__wrapped__, "jsonargparse drops arguments elsewhere"
+    parser = jsonargparse.ArgumentParser(exit_on_error=False)
+    parser.add_argument("--config", action=jsonargparse.ActionConfigFile)
+    parser.add_argument("--holder", type=Holder)
+    files = [tmp_path / "0.json", tmp_path / "1.json"]
+    for file, given in zip(files, (first, second), strict=True):
+        holder = {"class_path": path("Holder"), "init_args": {name: given}}
+        file.write_text(json.dumps({"holder": holder}))
+    word = second if isinstance(second, str) else json.dumps(second)
+    later = f"--config={files[1]}" if in_file else f"--holder.{name}={word}"
+    found = parser.parse_args([f"--config={files[0]}", later]).holder.init_args[name]
+    assert (found and {key: found.init_args[key] for key in expected}) == expected
