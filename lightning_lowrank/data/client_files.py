@@ -20,7 +20,7 @@ from lightning_lowrank.data.classes import check_class_names, is_number
 from lightning_lowrank.data.client_datasets import ClientDatasets, Split, join_arrays
 from lightning_lowrank.data.tables import Table, read_table
 from lightning_lowrank.extras import import_extra
-from lightning_lowrank.federated.data.columns import to_column
+from lightning_lowrank.federated.data.columns import refuse_empty, to_column
 from lightning_lowrank.federated.data.partitions import natural_sort_key
 from lightning_lowrank.federated.data.plain_files import read_plain
 from lightning_lowrank.federated.data.rows import Rows
@@ -120,9 +120,13 @@ class ClientArrays(ClientDatasets):
     def _targets(self, name: Any, targets: Any) -> np.ndarray:
         """A client's targets; strings are numbered as ``classes`` says, or in order of first appearance."""
         array = np.asarray(targets)
+        strings = array.dtype.kind in "USO"
+        if strings and any(map(_is_missing, array.reshape(-1).tolist())):
+            raise MisconfigurationException(
+                f"{type(self).__name__}: client {name!r} has targets that are empty, None or NaN: leave the samples out"
+            )
         if self._given_classes is not None and len(array):
             return self._numbers_of_classes(name, array, self._given_classes)
-        strings = array.dtype.kind in "USO"
         self._numbered = self._numbered or bool(len(array) and not strings)
         if self._numbered and (strings or self._codes) and len(array):
             raise MisconfigurationException(
@@ -453,6 +457,7 @@ class ClientTable(ClientArrays):
         if self.split is not None:
             chosen = np.flatnonzero(np.asarray([str(each).lower() == split for each in table[self.split]]))
         owners = to_column(table[self.client], f"{path}: {self.client}", "give one integer or string for each row")
+        refuse_empty(owners, f"{path}: {self.client}")
         names, codes = np.unique(owners[chosen], return_inverse=True)
         x, y = self._table.arrays(table)
         self.feature_names = self._table.names
@@ -501,10 +506,10 @@ class _Columns:
         A column alone may hold lists of numbers.
 
         Raises:
-            MisconfigurationException: If there is no such column, another one, or a cell is no number.
+            MisconfigurationException: If there is no such column, another one, or a cell is empty or no finite number.
         """
         targets = table[table.find([self._target], f"target={self._target!r}")]
-        missing = next((row for row, cell in enumerate(targets) if cell is None or cell == "" or cell != cell), None)
+        missing = next((row for row, cell in enumerate(targets) if _is_missing(cell)), None)
         if missing is not None:
             raise MisconfigurationException(f"{table.place(missing)}: {self._target!r} has no value: leave the row out")
         others = [name for name in table.column_names if name not in (self._target, *self.no_inputs)]
@@ -519,10 +524,23 @@ class _Columns:
             raise MisconfigurationException(f"{table.source} has no column of inputs in addition to {self._target!r}")
         inputs = columns[0] if len(columns) == 1 and columns[0].ndim > 1 else np.stack(columns, 1)
         found = np.asarray(targets)
-        for kind in (np.int64, np.float32) if found.dtype.kind in "US" else ():
-            with contextlib.suppress(ValueError):
-                return inputs, found.astype(kind)
+        for kind in (np.int64, np.float32):
+            if found.dtype.kind in "US":
+                with contextlib.suppress(ValueError):
+                    found = found.astype(kind)
+        if found.dtype.kind == "f" and not np.isfinite(found).all():
+            row = int(np.flatnonzero(~np.isfinite(found.reshape(len(found), -1)).all(1))[0])
+            raise MisconfigurationException(
+                f"{table.place(row)}: {self._target!r} must be a finite number, got {targets[row]!r}: fill it in or"
+                " leave the row out"
+            )
         return inputs, found
+
+
+def _is_missing(cell: Any) -> bool:
+    if isinstance(cell, (str, bytes)):
+        return not cell.strip()
+    return cell is None or (isinstance(cell, float) and math.isnan(cell))
 
 
 def _numbers(table: Table, name: str) -> np.ndarray:

@@ -153,7 +153,8 @@ class HuggingFaceImages(OwnImages):
         named = isinstance(kind, self._datasets.ClassLabel)
         for row, value in enumerate(values):
             # Label -1 marks hidden labels on the hub.
-            if value is None or (named and value < 0):
+            empty = isinstance(value, str) and not value.strip()
+            if value is None or empty or (named and value < 0):
                 raise MisconfigurationException(
                     f"{source}, row {row}: {label!r} has {value!r} in place of a label; name another split, or leave"
                     " such rows out by dataset.filter"

@@ -176,7 +176,8 @@ class TextClassification(TextSplits):
         if part == "test" and not any(name in table.column_names for name in self._label):
             return None
         column = table.find(self._label, "label")
-        values = list(table[column])
+        # An empty cell of a .csv file is a label that is missing.
+        values = [None if isinstance(value, str) and not value.strip() else value for value in table[column]]
         kept_back = self.dataset is not None and (
             self.regression or column in table.classes or (self.classes is not None and "-1" not in self.classes)
         )

@@ -228,6 +228,11 @@ def test_what_is_no_data_of_clients_is_refused(make, message, tmp_path):
         ("c,label\na,1\n", {}, "no column of inputs"),
         ("c,age,label\na,nan,0\n", {}, r"row 0.*'age'.*'nan'"),
         ("c,age,label\na,1,0\nb,1,\n", {}, r"row 1.*'label'"),
+        ("c,age,label\na,1,0\nb,1,  \n", {}, r"row 1.*'label'"),
+        ("c,age,label\na,1,0.5\nb,1,nan\n", {}, r"row 1.*'label'.*'nan'"),
+        ("c,age,label\na,1,-inf\nb,1,1\n", {}, r"row 0.*'label'.*'-inf'"),
+        ("c,age,label\na,1,0\n,1,1\n", {}, r"1 of 2.*c.*number 1"),
+        ("c,age,label\n ,1,0\nb,1,1\n", {}, r"1 of 2.*c.*number 0"),
     ],
 )
 def test_tables_that_lack_something_are_refused(cells, keywords, message, tmp_path):
@@ -290,6 +295,17 @@ def test_what_is_missing_in_other_tables_is_refused(tmp_path):
     write_jsonl(tmp_path / "all.jsonl", [{**row, "age": [1, 2]}, {**row, "age": [1]}])
     with pytest.raises(MisconfigurationException, match=r"'age'.*lists"):
         ClientTable(str(tmp_path / "all.jsonl")).setup()
+
+
+@pytest.mark.parametrize("target", [None, "", " "])
+def test_a_target_that_is_missing_is_no_class(target, tmp_path):
+    pytest.importorskip("ijson")
+    content = {"users": ["u", "v"], "user_data": {name: {"x": [[1], [2]], "y": ["a", "b"]} for name in "uv"}}
+    content["user_data"]["v"]["y"][1] = target
+    (tmp_path / "all.json").write_text(json.dumps(content))
+    for classes in (None, ["a", "b", str(target)]):
+        with pytest.raises(MisconfigurationException, match=r"client 'v'.*None"):
+            LEAF(str(tmp_path), classes=classes).setup()
 
 
 @pytest.mark.parametrize(

@@ -192,6 +192,9 @@ def test_rows_that_lack_something_are_named(stored):
     secret = stored.remove_columns("label").add_column("label", [0] * 29 + [-1]).cast_column("label", LABELS)
     with pytest.raises(MisconfigurationException, match=r"dataset.*\['test'\].*29"):
         HuggingFaceImages({"train": stored, "test": secret})
+    empty = stored.remove_columns("label").add_column("label", ["ant", " "] * 15)
+    with pytest.raises(MisconfigurationException, match=r"row 1.*'label' has ' '"):
+        HuggingFaceImages(empty)
     given, _ = columns(12)
     given["image"][7] = None
     with pytest.raises(MisconfigurationException, match=r"dataset.*7"):

@@ -116,9 +116,17 @@ def refuse_missing(missing: Sequence[int], samples: int, source: str) -> None:
     """Raise if the entries of some samples are missing, given the samples' positions."""
     if missing:
         raise MisconfigurationException(
-            f"{len(missing)} of {samples} entries of {source} are missing (None or NaN), such as number {missing[0]}:"
-            " fill them in, for example with 'unknown', or leave these samples out by torch.utils.data.Subset."
+            f"{len(missing)} of {samples} entries of {source} are missing (None, NaN or empty), such as number"
+            f" {missing[0]}: fill them in, for example with 'unknown', or leave these samples out by"
+            " torch.utils.data.Subset."
         )
+
+
+def refuse_empty(names: Sequence[str] | Column, source: str) -> None:
+    """Raise if some names are empty or blank, as empty cells of a CSV file are read."""
+    column = np.asarray(names)
+    if column.dtype.kind == "U":
+        refuse_missing(np.flatnonzero(np.char.strip(column) == "").tolist(), len(column), source)
 
 
 def _is_missing(entry: Any) -> bool:

@@ -21,7 +21,7 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import Tensor
 from torch.utils.data import Dataset, Subset
 
-from lightning_lowrank.federated.data.columns import Column, length_of, to_column
+from lightning_lowrank.federated.data.columns import Column, length_of, refuse_empty, to_column
 from lightning_lowrank.federated.data.indices import ClientIndices, index_tensor
 from lightning_lowrank.federated.data.partitions import Partition, check_client_count, natural_sort_key
 from lightning_lowrank.federated.data.plain_files import owners_in_file, read_plain
@@ -207,6 +207,7 @@ def _of_lists(parts: Sequence[Any], names: list[str | int] | None) -> _Division:
 def _of_owners(content: Any, places: np.ndarray | None = None) -> _Division:
     """The partition, given the client of each sample, or of each sample in ``places``."""
     owners = to_column(content, "indices", _OWNER_ADVICE)
+    refuse_empty(owners, "indices")
     if owners.dtype.kind in "iu" and len(owners) and owners.min() < 0:
         raise MisconfigurationException(
             f"indices says that sample {int(owners.argmin())} has the client {owners.min()}: clients are numbered from"

@@ -14,7 +14,7 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import Tensor
 
 from lightning_lowrank.arguments import first_ten
-from lightning_lowrank.federated.data.columns import Column
+from lightning_lowrank.federated.data.columns import Column, refuse_empty
 from lightning_lowrank.federated.data.indices import ClientIndices
 from lightning_lowrank.federated.data.partitions import Partition, check_client_count, deal
 from lightning_lowrank.federated.data.plain_files import read_columns, read_plain
@@ -129,8 +129,10 @@ def _fedlab_report(path: Path) -> dict[str, dict[int, int]]:
         raise MisconfigurationException(
             f"counts={str(path)!r} must have the columns client, class0, class1, ..., Amount, and has {list(columns)}."
         )
+    clients = columns[next(iter(columns))]
+    refuse_empty(clients, f"counts={str(path)!r}, the column of clients,")
     table: dict[str, dict[int, int]] = {}
-    for row, (client, amount) in enumerate(zip(columns[next(iter(columns))], columns["Amount"], strict=True)):
+    for row, (client, amount) in enumerate(zip(clients, columns["Amount"], strict=True)):
         try:
             shares = torch.tensor([float(columns[name][row]) for name in labels], dtype=torch.float64)
             ends = (shares.cumsum(0) / shares.sum().clamp_min(1e-9) * int(float(amount))).round().long()

@@ -33,6 +33,7 @@ from lightning_lowrank.federated.data.columns import (
     describe,
     find_column,
     length_of,
+    refuse_empty,
     to_column,
 )
 from lightning_lowrank.federated.data.indices import ClientIndices
@@ -513,7 +514,9 @@ class ByKey(Partition):
         if callable(self.key):
             return call_on(dataset, self.key, "key", _KEY_ADVICE)
         pick = functools.partial(self._key_of, dataset)
-        return find_column(dataset, (self.key,), (self.key,), pick, self.key, _KEY_ADVICE, classes=True)
+        found = find_column(dataset, (self.key,), (self.key,), pick, self.key, _KEY_ADVICE, classes=True)
+        refuse_empty(found, f"key={self.key!r}")
+        return found
 
     def _keys_in_file(self, dataset: Dataset, path: Path) -> np.ndarray:
         """The key of each sample from ``file``, by the sample's row."""

@@ -23,6 +23,8 @@ import numpy as np
 import torch
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
+from lightning_lowrank.federated.data.columns import refuse_empty
+
 __all__ = ["owners_in_file", "read_columns", "read_plain"]
 
 _CLIENT_COLUMNS, _INDEX_COLUMNS = ("client", "client_id", "user", "user_id"), ("index", "sample")
@@ -100,6 +102,9 @@ def owners_in_file(
     Returns:
         The client of each line; and the index of its sample, or ``None`` if lines are those of the samples in their
         order.
+
+    Raises:
+        MisconfigurationException: If it cannot be read, lacks a column, or a sample has no client or no integer.
     """
     columns = read_columns(path, argument)
     owners = client or next((name for name in _CLIENT_COLUMNS if name in columns), None)
@@ -111,6 +116,7 @@ def owners_in_file(
                 f" {list(columns)}."
             )
     assert owners is not None
+    refuse_empty(columns[owners], f"{argument}={str(path)!r}, column {owners!r},")
     if places is None:
         return columns[owners], None
     try:

@@ -120,6 +120,17 @@ def test_a_file_of_keys_goes_by_rows(tmp_path):
         ByKey("ward", file=str(tmp_path / "index.csv")).split(WithAttribute(2), None, 0)
 
 
+@pytest.mark.parametrize("cell", ["", '" "'])
+def test_an_empty_cell_is_no_client(cell, tmp_path):
+    (tmp_path / "all.csv").write_text(f"ward,size\na,1\n{cell},1\n")
+    with pytest.raises(MisconfigurationException, match=r"all\.csv.*'ward'.*number 1"):
+        ByKey("ward", file=str(tmp_path / "all.csv")).split(WithAttribute(2), None, 0)
+    table = FEDLAB.replace("Client   1", cell.strip('"'))
+    (tmp_path / "report.csv").write_text(table)
+    with pytest.raises(MisconfigurationException, match=r"report\.csv.*number 1"):
+        LabelTable(tmp_path / "report.csv")
+
+
 class Code:
     def __reduce__(self):
         return (os.system, ("touch marker",))
@@ -182,6 +193,8 @@ def test_a_type_whose_flags_are_a_lie_is_read_by_its_name(tmp_path):
         ("cells.csv", b"client,index\na,1\nb\n", "row 2"),
         ("words.csv", b"client,index\na,one\n", "'index'.*one"),
         ("columns.csv", b"ward,row\na,1\n", r"client=.*\['ward', 'row'\]"),
+        ("empty.csv", b"user,index\na,0\n,1\n", r"empty\.csv.*'user'.*number 1"),
+        ("empty.json", b'["a", " ", "a"]', "number 1"),
         ("sheet.xlsx", b"", r"\.xlsx"),
         ("minus.json", b"[0, -1, 0]", "sample 1.*-1"),
         ("some.json", b'{"a": {"train": [0], "test": []}, "b": [1]}', "'train' and 'test'"),

@@ -364,6 +364,7 @@ def test_by_key_sorts_integers_as_numbers_and_takes_keys_directly():
         ({"dataset": 3, "clients": None, "keys": ["a", None, "b"]}, "1 of 3 entries of keys.*number 1"),
         ({"dataset": 3, "clients": None, "keys": [1.0, math.nan, math.nan]}, "2 of 3 entries of keys.*number 1"),
         ({"dataset": 3, "clients": None, "keys": torch.tensor([math.nan, 2, 2])}, "1 of 3 entries of keys.*number 0"),
+        ({"dataset": [{"writer": "a"}, {"writer": ""}], "clients": None}, r"1 of 2.*'writer'.*number 1"),
         ({"dataset": [{"speaker": 1}], "clients": None}, r"key='writer'.*\['speaker'\]"),
         ({"dataset": [(1, 2)], "clients": None}, r"length.*2"),
     ],
