@@ -15,7 +15,7 @@ from lightning.pytorch.loggers import MLFlowLogger, TensorBoardLogger, WandbLogg
 from lightning.pytorch.utilities import rank_zero_warn
 
 from lightning_lowrank.configuration import check_integer
-from lightning_lowrank.internals.lightning import NewFigures, check_namespace
+from lightning_lowrank.internals.lightning import NewFigures, ValidationFigures, check_namespace
 from lightning_lowrank.metric_direction import direction, judged_by, monitors_of
 
 
@@ -52,7 +52,7 @@ class RoundPictures(Callback):
         self.every_n_rounds = every_n_rounds
         self.monitor = monitor
         self._rounds: dict[int, dict[str, float]] = {}
-        self._figures = NewFigures()
+        self._figures, self._validated = NewFigures(), ValidationFigures()
         self._metric: str | None = None
         self._drawn = -1
         self._failed = False
@@ -63,8 +63,19 @@ class RoundPictures(Callback):
         if stage == "fit" and trainer.current_epoch == 0:
             self._rounds, self._metric, self._drawn, self._failed = {}, None, -1, False
 
+    def on_validation_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Record the figures that were logged before the validation."""
+        self._validated.begin(trainer.callback_metrics)
+
+    def on_validation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Find the figures that the validation logged."""
+        self._validated.end(trainer.callback_metrics)
+
     def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Record the round's figures, and draw every ``every_n_rounds`` rounds."""
+        """Record the round's figures, and draw every ``every_n_rounds`` rounds.
+
+        Those of a validation belong to the round whose model it evaluated.
+        """
         # matplotlib takes half a second to import.
         from lightning_lowrank.plots import DRAWN
 
@@ -72,7 +83,13 @@ class RoundPictures(Callback):
         self._metric = judged_by(logged, self.monitor, monitors_of(trainer)) or self._metric
         names = [*DRAWN, *([self._metric] if self._metric else [])]
         new = self._figures.find(logged)
-        self._rounds[number] = {name: float(new[name]) for name in names if name in new}
+        validated = next((loop.validated_round for loop in _loops(trainer)), None)
+        self._rounds[number] = {}
+        for name in (each for each in names if each in new):
+            of_validation = self._validated.has(name, logged[name])
+            place = number if validated is None or not of_validation else validated - 1
+            if place >= 0:
+                self._rounds.setdefault(place, {})[name] = float(new[name])
         if self.every_n_rounds is not None and (number + 1) % self.every_n_rounds == 0:
             self._draw(trainer)
 
@@ -99,8 +116,7 @@ class RoundPictures(Callback):
         from lightning_lowrank.plots import draw
 
         assert self._metric is not None
-        callbacks: list[Any] = trainer.callbacks  # type: ignore[attr-defined]
-        names = [type(each.algorithm).__name__ for each in callbacks if each.state_key == "FederatedLoop"]
+        names = [type(loop.algorithm).__name__ for loop in _loops(trainer)]
         return draw(
             lambda metric, against: {(*names, "this run")[0]: self._curve(metric, against)},
             self._metric,
@@ -122,6 +138,11 @@ class RoundPictures(Callback):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Restore `state_dict`'s result."""
         self._rounds, self._metric = dict(state_dict["rounds"]), state_dict["metric"]
+
+
+def _loops(trainer: pl.Trainer) -> list[Any]:
+    callbacks: list[Any] = trainer.callbacks  # type: ignore[attr-defined]
+    return [each for each in callbacks if each.state_key == "FederatedLoop"]
 
 
 def _to_tensorboard(logger: TensorBoardLogger, pictures: Mapping[str, bytes], step: int) -> None:

@@ -15,11 +15,10 @@ from lightning.pytorch.utilities import rank_zero_warn
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from rich import get_console
 from rich.progress import BarColumn, Progress, TextColumn
-from torch import Tensor
 
 from lightning_lowrank.arguments import join_names
 from lightning_lowrank.configuration import check_choice
-from lightning_lowrank.internals.lightning import NewFigures, check_namespace
+from lightning_lowrank.internals.lightning import NewFigures, ValidationFigures, check_namespace
 from lightning_lowrank.metric_direction import direction, judged_by, monitors_of
 from lightning_lowrank.units import bytes_text
 
@@ -72,7 +71,7 @@ class RoundProgress(Callback):
         self._disabled: RichProgressBar | TQDMProgressBar | None = None
         self._best: dict[str, Any] = {}
         self._figures = NewFigures()
-        self._validated: dict[str, Tensor] = {}
+        self._validated = ValidationFigures()
         self._observed = False
         self._warned = False
 
@@ -155,12 +154,11 @@ class RoundProgress(Callback):
 
     def on_validation_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Record the figures that were logged before the validation."""
-        self._validated = dict(trainer.callback_metrics)
+        self._validated.begin(trainer.callback_metrics)
 
     def on_validation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Find the figures that the validation logged; inside a round they are of the last round's model."""
-        logged, before = trainer.callback_metrics, self._validated
-        self._validated = {name: value for name, value in logged.items() if value is not before.get(name)}
+        self._validated.end(trainer.callback_metrics)
 
     def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Show the round's figures."""
@@ -213,7 +211,7 @@ class RoundProgress(Callback):
             return
         if not self._observed:
             return
-        of_validation = self._validated.get(name) is logged[name] and self._loop.validated_round is not None
+        of_validation = self._loop.validated_round is not None and self._validated.has(name, logged[name])
         number = self._loop.validated_round if of_validation else trainer.current_epoch + 1
         self._observed = number == trainer.current_epoch + 1
         if not number:

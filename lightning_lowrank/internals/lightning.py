@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import copy
 import inspect
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from datetime import timedelta
@@ -367,6 +368,30 @@ class NewFigures:
         new = {name: value for name, value in logged.items() if value is not self._seen.get(name)}
         self._seen = dict(logged)
         return new
+
+
+class ValidationFigures:
+    """Tells whether a figure is one that the last validation has logged.
+
+    Figures are compared by value: in a validation Lightning makes new tensors whenever ``callback_metrics`` is read, as
+    `ModelCheckpoint` does at its end.
+    """
+
+    def __init__(self) -> None:
+        self._new, self._logged = NewFigures(), dict[str, Tensor]()
+
+    def begin(self, logged: Mapping[str, Tensor]) -> None:
+        """Record ``callback_metrics`` at the beginning of a validation."""
+        self._new.find(logged)
+
+    def end(self, logged: Mapping[str, Tensor]) -> None:
+        """Record ``callback_metrics`` at its end."""
+        self._logged = self._new.find(logged)
+
+    def has(self, name: str, value: Tensor) -> bool:
+        """Whether the last validation has logged this value under this name."""
+        found = float(self._logged[name]) if name in self._logged else None
+        return found is not None and (found == float(value) or (math.isnan(found) and math.isnan(float(value))))
 
 
 def log_figures(trainer: pl.Trainer, figures: dict[str, float]) -> None:

@@ -31,7 +31,7 @@ IMAGES = {"pictures/rounds", "pictures/bytes"}
 
 
 def trainer_of(
-    folder: Path, logger: Any, rounds: int = 2, before: Any = (), every: int = 1, **pictures: Any
+    folder: Path, logger: Any, rounds: int = 2, before: Any = (), validation: Any = None, **pictures: Any
 ) -> pl.Trainer:
     loop = FederatedLoop(FedAvg(), clients=5, clients_per_round=2, summary=False)
     return pl.Trainer(
@@ -40,7 +40,7 @@ def trainer_of(
         default_root_dir=folder,
         accelerator="cpu",
         limit_val_batches=1,
-        check_val_every_n_epoch=every,
+        **(validation or {}),
         callbacks=[*before, loop, RoundPictures(**pictures)],
         enable_progress_bar=False,
         enable_model_summary=False,
@@ -112,18 +112,28 @@ def test_tensorboard_has_the_pictures_when_the_fit_has_ended(tmp_path, monkeypat
     assert by_bytes[0][0] == pytest.approx(spent / 2)
 
 
+@pytest.mark.parametrize(
+    ("validation", "rounds"),
+    [
+        ({"check_val_every_n_epoch": 2}, [2, 4]),
+        # Rounds have two batches: the validations are inside round 2, at the end of round 3 and inside round 5.
+        ({"val_check_interval": 3, "check_val_every_n_epoch": None}, [1, 3, 4]),
+        ({"val_check_interval": 0.5}, [1, 2, 3, 4, 5]),
+    ],
+)
 @pytest.mark.slow
-def test_a_round_without_validation_has_no_point(tmp_path, monkeypatch):
+def test_a_point_is_of_the_round_whose_model_was_evaluated(tmp_path, monkeypatch, validation, rounds):
     drawn: list[Any] = []
     one = plots._plot
     monkeypatch.setattr(plots, "_plot", lambda curves, *rest: drawn.append(curves) or one(curves, *rest))
     monkeypatch.setattr(RoundPictures, "_draw", lambda self, trainer: self._pictures(trainer))
-    trainer = trainer_of(tmp_path, CSVLogger(tmp_path), rounds=5, every=2)
+    trainer = trainer_of(tmp_path, CSVLogger(tmp_path), rounds=5, validation=validation)
     trainer.fit(Classifier(MLP(in_features=64, hidden=[8])), Digits())
     by_bytes, by_rounds = (curves["FedAvg"].tolist() for curves in drawn)
-    assert [x for x, _, _ in by_rounds] == [2, 4]
+    assert [x for x, _, _ in by_rounds] == rounds
     (run,) = find_runs([tmp_path])
     spent, judged = dict(run.series("comm/total_bytes")), run.series("val_acc")
+    assert [(x, y) for x, y, _ in by_rounds] == [(number, pytest.approx(value)) for number, value in judged]
     assert [(x, y) for x, y, _ in by_bytes] == [
         (pytest.approx(spent[number]), pytest.approx(value)) for number, value in judged
     ]

@@ -115,14 +115,18 @@ def test_a_round_without_validation_has_no_figure_of_its_own(tmp_path, capsys, n
     assert f"{name} 3.0000" in fourth
 
 
-def test_a_validation_inside_a_round_is_of_the_last_rounds_model(tmp_path, capsys):
+@pytest.mark.parametrize("checkpoints", [False, True])
+def test_a_validation_inside_a_round_is_of_the_last_rounds_model(tmp_path, capsys, checkpoints):
     class Judging(Scored):
         def validation_step(self, batch, batch_idx):
             self.log(self.figure, self.values[self.trainer.callbacks[0].validated_round])
 
     progress, module = RoundProgress(), Judging("val_acc", [9.0, 2.0, 1.0, 0.0])
     # After two of three clients.
-    run = trainer(tmp_path, federated(), progress, max_epochs=3, val_check_interval=2, num_sanity_val_steps=0)
+    # A ModelCheckpoint reads the figures after the others.
+    more = [ModelCheckpoint(tmp_path)] if checkpoints else []
+    rounds = {"max_epochs": 3, "val_check_interval": 2, "num_sanity_val_steps": 0}
+    run = trainer(tmp_path, federated(), progress, *more, **rounds)
     run.fit(module, Data())
     first, *others = lines(capsys)
     assert "val_acc" not in first
