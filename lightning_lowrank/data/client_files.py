@@ -227,10 +227,12 @@ class LEAF(ClientArrays):
 
     def _files(self, split: Split) -> list[Path] | None:
         root = Path(self.root).expanduser()
-        split_in_two = (root / "train").is_dir()
-        if split == "test" and not (split_in_two and (root / "test").is_dir()):
+        folders = _split_folders(root)
+        if split == "test" and not {"train", "test"} <= folders.keys():
             return None
-        files = [root] if root.is_file() else sorted((root / split if split_in_two else root).glob("*.json"))
+        folder = folders[split] if "train" in folders else root
+        entries = sorted(folder.iterdir()) if folder.is_dir() else []
+        files = [root] if root.is_file() else [file for file in entries if file.suffix.lower() == ".json"]
         if not files:
             raise MisconfigurationException(
                 f"root={self.root!r} must be a .json file, or a folder of such files or with folders train and test"
@@ -304,7 +306,8 @@ class ClientFiles(ClientArrays):
     """A file for each client, or a folder with several; also the folders that PFLlib makes.
 
     ``root`` holds the clients' files and folders, or a folder ``train`` and a folder ``test`` that do. In a client's
-    folder, a file called ``test`` is of its test data, and all others are of its training data. A client's name is that
+    folder, a file called ``test`` is of its test data, and all others are of its training data. Names of splits and
+    suffixes are in capitals or not. A client's name is that
     of its file, without suffix, or folder; clients come in natural order (``u2`` before ``u10``).
 
     Files are ``.npz`` with the arrays ``x`` and ``y``, or, as PFLlib's, with a dictionary of them; or tables: ``.csv``,
@@ -351,11 +354,11 @@ class ClientFiles(ClientArrays):
     def _files(self, split: Split) -> dict[str, list[Path]] | None:
         """Each client's files of a split; ``None`` if there are no test files."""
         root = Path(self.root).expanduser()
-        split_in_two = (root / "train").is_dir()
-        folder = root / split if split_in_two else root
-        if split == "test" and not folder.is_dir():
-            return None
         try:
+            folders = _split_folders(root)
+            folder = folders.get(split) if "train" in folders else root
+            if folder is None:
+                return None
             entries = sorted(
                 (each for each in folder.iterdir() if not each.name.startswith((".", "__"))), key=natural_sort_key
             )
@@ -364,9 +367,9 @@ class ClientFiles(ClientArrays):
         found: dict[str, list[Path]] = {}
         for entry in entries:
             files = [entry] if entry.is_file() else sorted(entry.iterdir())
-            chosen = [file for file in files if file.suffix in _FILES]
-            if not split_in_two:
-                tested = [file for file in chosen if file is not entry and file.stem == "test"]
+            chosen = [file for file in files if file.suffix.lower() in _FILES]
+            if folder is root:
+                tested = [file for file in chosen if file is not entry and file.stem.lower() == "test"]
                 chosen = tested if split == "test" else [file for file in chosen if file not in tested]
             if chosen or entry.is_dir():
                 found.setdefault(entry.name if entry.is_dir() else entry.stem, []).extend(chosen)
@@ -389,7 +392,7 @@ class ClientFiles(ClientArrays):
             raise MisconfigurationException(f"the files of client {name!r} differ in shape: {error}") from error
 
     def _arrays(self, file: Path) -> tuple[Any, Any]:
-        if file.suffix != ".npz":
+        if file.suffix.lower() != ".npz":
             found = self._table.arrays(load_table(file))
             self.feature_names = self._table.names
             return found
@@ -475,9 +478,23 @@ class ClientTable(ClientArrays):
         return found
 
 
+def _split_folders(root: Path) -> dict[str, Path]:
+    """The folders ``train`` and ``test`` in a folder, in capitals or not."""
+    found: dict[str, Path] = {}
+    for each in sorted(root.iterdir()) if root.is_dir() else ():
+        name = each.name.lower()
+        if name in ("train", "test") and each.is_dir():
+            if name in found:
+                raise MisconfigurationException(
+                    f"root={str(root)!r} must hold one folder {name}, not {found[name].name} and {each.name}"
+                )
+            found[name] = each
+    return found
+
+
 def load_table(path: Path) -> Table:
     """Read a table as `read_table` does, or a Parquet file."""
-    if path.suffix != ".parquet":
+    if path.suffix.lower() != ".parquet":
         return read_table(path)
     parquet = import_extra("pyarrow.parquet", "a table in a .parquet file")
     try:

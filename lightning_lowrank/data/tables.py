@@ -150,8 +150,8 @@ def read_table(path: Path, names: Sequence[str] | None = None) -> Table:
     Raises:
         MisconfigurationException: If a line is malformed; it is named.
     """
-    text = read_text(path)
-    if path.suffix == ".json":
+    text, suffix = read_text(path), path.suffix.lower()
+    if suffix == ".json":
         try:
             rows = json.loads(text)
         except (ValueError, RecursionError) as error:
@@ -160,7 +160,7 @@ def read_table(path: Path, names: Sequence[str] | None = None) -> Table:
             raise MisconfigurationException(f"{path} must hold a list of objects, got {type(rows).__name__}")
         return table_of(rows, str(path))
     lines = text.removesuffix("\n").split("\n")
-    if path.suffix in (".jsonl", ".ndjson"):
+    if suffix in (".jsonl", ".ndjson"):
         rows = []
         for number, line in enumerate(lines, start=1):
             try:
@@ -168,7 +168,7 @@ def read_table(path: Path, names: Sequence[str] | None = None) -> Table:
             except (ValueError, RecursionError) as error:
                 raise MisconfigurationException(f"{path}, line {number}: no valid JSON: {error}") from error
         return table_of(rows, str(path), first_line=1)
-    if path.suffix == ".csv":
+    if suffix == ".csv":
         cells = _csv_cells(text, path)
         # A quoted cell may contain line breaks, so row numbers differ from line numbers.
         first_line = None

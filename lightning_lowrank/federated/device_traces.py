@@ -179,7 +179,7 @@ def _times(device: Any, number: int, path: str) -> tuple[list[float], list[float
 
 def _device_columns(path: Path) -> Mapping[str, Sequence[Any]]:
     """The columns of a CSV file, or of a dictionary from devices to dictionaries of numbers."""
-    if path.suffix == ".csv":
+    if path.suffix.lower() == ".csv":
         return read_columns(path, "path")
     found = read_plain(path, "path")
     if not (isinstance(found, Mapping) and found and all(isinstance(each, Mapping) for each in found.values())):

@@ -285,6 +285,54 @@ def test_files_of_one_client_are_joined(tmp_path):
         made(FORMS["PFLlib"], tmp_path)(shape=[3, 3]).setup()
 
 
+TABLE = "age,label\n" + "1,0\n2,1\n" * 5
+
+
+@pytest.mark.parametrize(
+    ("files", "clients", "sizes"),
+    [
+        (["north.csv", "SOUTH.CSV"], ("SOUTH", "north"), (16, 4)),
+        (["north/Train.csv", "north/Test.csv"], ("north",), (10, 10)),
+        (["Train/north.csv", "TEST/north.Csv"], ("north",), (10, 10)),
+        (["TRAIN/north.csv"], ("north",), (8, 2)),
+    ],
+)
+def test_names_of_files_and_folders_are_in_capitals_or_not(files, clients, sizes, tmp_path):
+    for name in files:
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text(TABLE)
+    data = ClientFiles(str(tmp_path))
+    data.setup()
+    assert data.train_set.client.names == clients
+    assert (len(data.train_set), len(data.test_set)) == sizes
+
+
+def test_suffixes_in_capitals_say_the_format(tmp_path):
+    pytest.importorskip("ijson")
+    np.savez(tmp_path / "a.npz", x=np.ones((5, 1)), y=np.arange(5))
+    (tmp_path / "a.npz").rename(tmp_path / "A.NPZ")
+    data = ClientFiles(str(tmp_path))
+    data.setup()
+    assert (data.train_set.client.names, len(data.train_set)) == (("A",), 4)
+    (tmp_path / "leaf" / "Train").mkdir(parents=True)
+    users = {"u": {"x": [[1.0]] * 5, "y": [0] * 5}}
+    (tmp_path / "leaf" / "Train" / "0.JSON").write_text(json.dumps({"users": ["u"], "user_data": users}))
+    data = LEAF(str(tmp_path / "leaf"))
+    data.setup()
+    assert len(data.train_set) == 4
+    (tmp_path / "owners.CSV").write_text("client\nb\na\n")
+    assert FromIndices(tmp_path / "owners.CSV").split(2, None, 0).names == ("a", "b")
+
+
+def test_two_folders_of_a_split_are_refused(tmp_path):
+    for name in ("train", "Train"):
+        (tmp_path / name).mkdir(exist_ok=True)
+    if len(list(tmp_path.iterdir())) == 1:
+        pytest.skip("file names are in capitals or not")
+    with pytest.raises(MisconfigurationException, match=r"root=.*one folder train, not Train and train"):
+        ClientFiles(str(tmp_path)).setup()
+
+
 def test_what_is_missing_in_other_tables_is_refused(tmp_path):
     pytest.importorskip("pyarrow")
     row = {"client": "a", "age": 1.0, "label": 0}

@@ -120,13 +120,14 @@ class FromIndices(Partition):
         content: Any = indices
         if isinstance(indices, (str, os.PathLike)):
             path = Path(indices)
-            if path.suffix == ".csv":
+            suffix = path.suffix.lower()
+            if suffix == ".csv":
                 owners, places = owners_in_file(path, "indices", client, index)
                 self._train, self._test = _of_owners(owners, places), None
                 return
             content = read_plain(path, "indices")
             # A single array in an .npz file is the whole partition, not one client of that name.
-            if path.suffix == ".npz" and len(content) == 1:
+            if suffix == ".npz" and len(content) == 1:
                 (content,) = content.values()
         parts = _splits(content)
         self._train = _division(parts["train"])

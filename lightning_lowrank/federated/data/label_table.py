@@ -54,7 +54,7 @@ class LabelTable(Partition):
         content: Any = counts
         if isinstance(counts, (str, os.PathLike)):
             path = Path(counts)
-            content = _fedlab_report(path) if path.suffix == ".csv" else read_plain(path, "counts")
+            content = _fedlab_report(path) if path.suffix.lower() == ".csv" else read_plain(path, "counts")
             if isinstance(content, Mapping) and _PFLLIB in content:
                 # PFLlib stores pairs of a label and its count.
                 content = [dict(pairs) for pairs in content[_PFLLIB]]

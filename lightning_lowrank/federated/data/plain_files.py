@@ -31,7 +31,7 @@ _CLIENT_COLUMNS, _INDEX_COLUMNS = ("client", "client_id", "user", "user_id"), ("
 
 
 def read_plain(path: Path, argument: str) -> Any:
-    """Read a file of plain values; the suffix decides the format.
+    """Read a file of plain values; the suffix, in capitals or not, decides the format.
 
     ``.json``; ``.npy`` and ``.npz``, a dictionary of the latter's arrays; ``.pt`` of `torch.save`, with tensors and
     NumPy arrays; ``.txt`` with a Python literal, as FedML and NIID-Bench write divisions; and pickles, ``.pkl``,
@@ -48,17 +48,18 @@ def read_plain(path: Path, argument: str) -> Any:
     """
     if not path.is_file():
         raise MisconfigurationException(f"{argument} names the file {str(path)!r}, which does not exist.")
-    if path.suffix not in _READERS:
+    suffix = path.suffix.lower()
+    if suffix not in _READERS:
         raise MisconfigurationException(
             f"{argument} names {str(path)!r}: {', '.join(filter(None, _READERS))}, .csv and pickles without a suffix"
             " can be read."
         )
-    kind, read = _READERS[path.suffix]
+    kind, read = _READERS[suffix]
     try:
         return read(path)
     except Exception as error:  # a damaged file fails in any way
         # Replaced, because torch's message explains how to run the file's code.
-        reason = "it is cut, or holds more than tensors, arrays and plain values" if path.suffix == ".pt" else error
+        reason = "it is cut, or holds more than tensors, arrays and plain values" if suffix == ".pt" else error
         raise MisconfigurationException(f"{argument} names {str(path)!r}, which is no {kind}: {reason}.") from error
 
 
