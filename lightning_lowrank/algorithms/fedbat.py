@@ -167,7 +167,16 @@ class FedBAT(ChangesBase, OwnCodec, OwnSteps):
         try:
             update()
         finally:
-            self._pending = {}
+            # Without a step, such as one that 16-bit loss scaling skips, `before_step` has not restored the weights.
+            self._restore(step)
+
+    @torch.no_grad()
+    def _restore(self, step: LocalStep) -> dict[str, _Binarised]:
+        """Restore the weights that are binarised now, and return what was known of them."""
+        pending, self._pending = self._pending, {}
+        for name, each in pending.items():
+            step.parameters[name].copy_(each.weights)
+        return pending
 
     @torch.no_grad()
     def _put_binarised(self, step: LocalStep, binarises: Tensor) -> None:
@@ -207,14 +216,13 @@ class FedBAT(ChangesBase, OwnCodec, OwnSteps):
             for group in optimizer.param_groups
             for parameter in group["params"]
         }
-        for name, pending in self._pending.items():
+        for name, pending in self._restore(step).items():
             parameter, exponent = step.parameters[name], step.round_state["exponent"][name]
-            parameter.copy_(pending.weights)
             if parameter.grad is None:
                 continue
             gradient = self.rho * (parameter.grad * pending.slope).reshape(*exponent.shape, -1).sum(-1) * pending.free
             rate = rates[id(parameter)] if self.learning_rate is None else self.learning_rate
-            # Zeros for NaN and infinity, because 16-bit loss scaling skips a step whose gradients are not finite.
+            # Zeros for NaN and infinity, because a later hook, such as of clipping, may replace them in the gradient.
             exponent.sub_(rate * gradient.nan_to_num(0.0, 0.0, 0.0))
             parameter.grad.mul_(pending.passes)
 

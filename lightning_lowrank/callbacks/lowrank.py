@@ -19,7 +19,7 @@ from torch import Tensor
 
 from lightning_lowrank.arguments import Configured, arguments_of, check_number, join_names
 from lightning_lowrank.federated.checks import check_factor_gradients, check_optimizers
-from lightning_lowrank.internals.lightning import check_namespace, refuse_unseen_steps
+from lightning_lowrank.internals.lightning import check_namespace, makes_step, refuse_unseen_steps
 from lightning_lowrank.interop.peft_layout import Outline, outline
 from lightning_lowrank.layers import (
     Conversion,
@@ -264,7 +264,7 @@ class LowRank(Configured, Callback):
         if first:
             self._unseen.remove(id(optimizer))
             check_factor_gradients(pl_module, lambda name, factor: factor.grad, parameters)
-        if self.frobenius_decay:
+        if self.frobenius_decay and makes_step(trainer, optimizer):
             add_frobenius_decay(pl_module, self.frobenius_decay, parameters)
 
     def on_before_stacked_step(self, module: pl.LightningModule, stacks: Mapping[str, Tensor]) -> None:

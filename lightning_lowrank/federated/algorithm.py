@@ -204,6 +204,9 @@ class Algorithm(Configured):
     def before_step(self, step: LocalStep) -> None:
         """Change the gradients, before gradient clipping and the optimizer step.
 
+        Not called if the optimizer makes no step: if ``training_step`` returned ``None``, or the scaler of 16-bit
+        precision found gradients that are not finite.
+
         The ``grad`` of a parameter that the loss does not depend on may be ``None``. If clients step together, every
         tensor has them as its first dimension.
         """

@@ -483,7 +483,7 @@ class FederatedLoop(FederatedSettings, Callback):
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, optimizer: torch.optim.Optimizer
     ) -> None:
         """Call the method's `before_step` with the gradients."""
-        self.rounds.execution.before_step()
+        self.rounds.execution.before_step(optimizer)
 
     def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Aggregate a round that was cut short, and log the round's figures."""

@@ -189,6 +189,27 @@ def leave_step(trainer: Any) -> None:
             scaler.update(scaler.get_scale())
 
 
+def makes_step(trainer: Any, optimizer: Optimizer) -> bool:
+    """Whether an optimizer is about to make a step, as seen from ``on_before_optimizer_step``.
+
+    It makes none if no parameter has a gradient, as after a ``training_step`` that returned ``None``, or if the scaler
+    of 16-bit precision has found gradients that are not finite. Only the scaler's private state tells the latter: other
+    callbacks may have changed the gradients since.
+    """
+    if all(value.grad is None for group in optimizer.param_groups for value in group["params"]):
+        return False
+    scaler = getattr(trainer.precision_plugin, "scaler", None)
+    if scaler is None or not scaler.is_enabled() or _unscales_itself(optimizer):
+        return True
+    found = scaler._per_optimizer_states[id(optimizer)]["found_inf_per_device"]
+    return bool(found) and not any(map(bool, found.values()))
+
+
+def _unscales_itself(optimizer: Optimizer) -> bool:
+    """Whether an optimizer divides its gradients by the scaler's factor in its own step, as fused ones do."""
+    return bool(getattr(optimizer, "_step_supports_amp_scaling", False))
+
+
 class StepCounts:
     """Lightning's step counters in a round, which are set to the total of several processes.
 
@@ -225,16 +246,28 @@ def _counted_steps(trainer: Any) -> Any:
 
 
 def refuse_unseen_steps(trainer: Any, acting: str) -> Callable[[], None]:
-    """In manual optimization, refuse steps that bypass ``on_before_optimizer_step``; return a function that ends this.
+    """Refuse steps whose gradients are not seen in ``on_before_optimizer_step``; return a function that ends this.
 
-    Lightning calls that hook from the ``step()`` of what ``self.optimizers()`` returns, not from the optimizer's own.
-    There is no public sign of being inside the former, but steps are counted around it.
+    A fused optimizer sees gradients that are still scaled there, if the precision scales losses. In manual
+    optimization, Lightning calls that hook from the ``step()`` of what ``self.optimizers()`` returns, not from the
+    optimizer's own. There is no public sign of being inside the former, but steps are counted around it.
 
     Args:
         trainer: The trainer, with its optimizers set up.
         acting: The party that acts in the hook, for the message.
+
+    Raises:
+        MisconfigurationException: If an optimizer unscales its gradients itself.
     """
     ends = ExitStack()
+    scaler = getattr(trainer.precision_plugin, "scaler", None)
+    fused = [each for each in trainer.optimizers if _unscales_itself(each)]
+    if fused and scaler is not None and scaler.is_enabled():
+        raise MisconfigurationException(
+            f"{type(fused[0]).__name__}(fused=True) unscales its gradients inside its step with"
+            f" precision='16-mixed', and {acting} would act on gradients that are still scaled: leave out fused=True,"
+            " or use precision='bf16-mixed'."
+        )
     if trainer.lightning_module.automatic_optimization:
         return ends.close
 

@@ -235,6 +235,9 @@ def test_a_step_that_16_bit_scaling_skips_leaves_the_magnitude():
             value.grad = torch.full_like(value, gradient)
         algorithm.before_step(step)
 
+    algorithm.local_update(step, lambda: None)
+    for name, value in client.model.items():
+        assert torch.equal(value, before[name])
     algorithm.local_update(step, partial(update, math.inf))
     assert all(float(value) == 0 for value in client.round_state["exponent"].values())
     for name, value in client.model.items():

@@ -15,6 +15,7 @@ from tests.algorithms.written_out import (
     EXECUTIONS,
     ROUNDS,
     SIZES,
+    Partly,
     assert_close,
     bare,
     batches,
@@ -24,7 +25,7 @@ from tests.algorithms.written_out import (
     mean,
 )
 from tests.grids import in_turn
-from tests.helpers import assert_same, network, weights
+from tests.helpers import Module, assert_same, weights
 
 SGD = torch.optim.SGD
 
@@ -144,16 +145,16 @@ def test_traffic_is_twice_that_of_federated_averaging(tmp_path):
         assert 8 * numbers <= more / transfers <= 8 * numbers + 1000
 
 
-class Partly(nn.Module):
-    """Uses one of its parameters on small batches alone."""
+class OneStep(Module):
+    """Leaves out all batches of a client but the first."""
 
-    def __init__(self):
-        super().__init__()
-        self.net = network()
-        self.shift = nn.Parameter(torch.ones(6))
+    def training_step(self, batch, batch_idx):
+        return None if batch_idx else super().training_step(batch, batch_idx)
 
-    def forward(self, inputs):
-        return self.net(inputs + self.shift if len(inputs) < 8 else inputs)
+
+def test_steps_that_are_left_out_tell_nothing(tmp_path):
+    _, loop = federated(tmp_path, SCAFFOLD(), rounds=[[1]], make_module=OneStep)
+    assert_close(kept(loop)[1][0], gradient(initial(), batches(1)[0]))
 
 
 @pytest.mark.slow

@@ -390,6 +390,23 @@ def test_frobenius_decay_is_that_of_the_loss(tmp_path):
     assert not torch.allclose(ends[0]["net.0.factors.U"], ends[2]["net.0.factors.U"])
 
 
+@pytest.mark.parametrize("federated", [True, False])
+def test_a_step_without_gradients_decays_no_factors(tmp_path, federated):
+    class FirstAlone(Module):
+        def training_step(self, batch, batch_idx):
+            return None if batch_idx else super().training_step(batch, batch_idx)
+
+    ends = []
+    for steps in ({"limit_train_batches": 1}, {}):
+        low_rank = LowRank(MatrixProduct(), rank=2, role="weight", frobenius_decay=0.5, summary=False)
+        loop = [FederatedLoop(FedAvg(), clients=1, local_steps=1 if steps else 5, summary=False)] if federated else []
+        module = FirstAlone()
+        settings = {"max_epochs": 1, "limit_val_batches": 0, **({} if federated else steps)}
+        fit(trainer(tmp_path, low_rank, *loop, **settings), module, Data(shuffle=False))
+        ends.append(weights(module))
+    assert_same(*ends)
+
+
 @pytest.mark.parametrize("decay", [-0.1, float("nan")])
 def test_a_wrong_frobenius_decay_is_refused(decay):
     with pytest.raises(MisconfigurationException, match="frobenius_decay"):

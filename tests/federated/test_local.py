@@ -300,6 +300,43 @@ def test_a_method_has_its_part_in_either_step(tmp_path, monkeypatch, method, pre
     assert_same(*ends)
 
 
+class CountedSGD(torch.optim.SGD):
+    made = 0
+
+    def step(self, *arguments: Any, **settings: Any) -> Any:
+        CountedSGD.made += 1
+        return super().step(*arguments, **settings)
+
+
+class CountsSteps(FedAvg):
+    """Counts the steps in which the method has a part."""
+
+    seen = 0
+
+    def before_step(self, step: Any) -> None:
+        self.seen += 1
+
+
+def test_a_method_has_no_part_in_a_step_that_a_scaler_skips(tmp_path, monkeypatch):
+    monkeypatch.setattr(CountedSGD, "made", 0)
+    # The factor is too large for 16 bits at first.
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**30, backoff_factor=2.0**-8, growth_interval=10**6)
+    loop = FederatedLoop(CountsSteps(), partition=FromIndices([list(range(SAMPLES))]), summary=False)
+    settings = {"plugins": [MixedPrecision("16-mixed", "cpu", scaler=scaler)], "max_epochs": 1, "limit_val_batches": 0}
+    module = Module(optimizer=functools.partial(CountedSGD, lr=0.1))
+    fit(trainer(tmp_path, loop, **settings), module, Data())
+    assert loop.algorithm.seen == CountedSGD.made
+    assert 0 < CountedSGD.made < BATCHES
+
+
+@pytest.mark.parametrize("fast", [True, False])
+def test_a_method_has_no_part_in_a_step_without_gradients(tmp_path, fast):
+    loop = FederatedLoop(CountsSteps(), partition=FromIndices([list(range(SAMPLES))]), summary=False)
+    with lightnings_own(not fast):
+        fit(trainer(tmp_path, loop, max_epochs=1, limit_val_batches=0), LeavesOut(), Data())
+    assert loop.algorithm.seen == BATCHES - 1
+
+
 # What is called when
 
 

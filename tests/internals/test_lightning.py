@@ -2,6 +2,7 @@
 
 import operator
 import sys
+from contextlib import nullcontext
 from datetime import timedelta
 from typing import Any
 
@@ -124,6 +125,36 @@ def test_a_step_that_fails_leaves_nothing_in_the_trainer(fitting):
     scaler.unscale_(optimizer)
     assert scaler.get_scale() == scale
     assert fitting.lightning_module._current_fx_name is None
+
+
+def test_a_step_that_is_about_to_be_made(fitting):
+    parameter = nn.Parameter(torch.ones(2))
+    optimizer = torch.optim.SGD([parameter], lr=0.1)
+    assert not internals.makes_step(fitting, optimizer)
+    for enabled in (True, False):
+        scaler = fitting.precision_plugin.scaler = torch.amp.GradScaler("cpu", enabled=enabled)
+        for gradient in (1.0, float("inf")):
+            before = parameter.detach().clone()
+            parameter.grad = torch.full_like(parameter, gradient)
+            # Lightning does not unscale where training_step returned None.
+            assert internals.makes_step(fitting, optimizer) is not enabled
+            scaler.scale(torch.ones(()))
+            scaler.unscale_(optimizer)
+            parameter.grad.nan_to_num_()
+            makes = internals.makes_step(fitting, optimizer)
+            scaler.step(optimizer)
+            scaler.update()
+            assert makes is not torch.equal(parameter, before)
+            assert makes is (not enabled or gradient == 1)
+
+
+@pytest.mark.parametrize("fused", [True, False])
+def test_gradients_that_a_fused_optimizer_unscales_are_refused(fitting, fused):
+    fitting.strategy.optimizers = [torch.optim.SGD(fitting.lightning_module.parameters(), lr=0.1, fused=fused)]
+    internals.refuse_unseen_steps(fitting, "SCAFFOLD")()
+    fitting.precision_plugin.scaler = torch.amp.GradScaler("cpu")
+    with pytest.raises(MisconfigurationException, match=r"SGD.*fused=True.*SCAFFOLD") if fused else nullcontext():
+        internals.refuse_unseen_steps(fitting, "SCAFFOLD")()
 
 
 def test_results_of_an_epoch_are_pooled(fitting):

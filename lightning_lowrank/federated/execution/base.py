@@ -11,6 +11,7 @@ from typing import Any, ClassVar
 import lightning.pytorch as pl
 import torch
 from torch import Tensor
+from torch.optim import Optimizer
 
 from lightning_lowrank.compression import Packet
 from lightning_lowrank.federated.algorithm import LocalStep
@@ -23,7 +24,7 @@ from lightning_lowrank.federated.logbook import Logbook
 from lightning_lowrank.federated.messages import Message
 from lightning_lowrank.federated.protocols import inherits
 from lightning_lowrank.federated.state import ClientContext, State, copied_state, copy_into, trained_tensors
-from lightning_lowrank.internals.lightning import is_training
+from lightning_lowrank.internals.lightning import is_training, makes_step
 from lightning_lowrank.layers import keep_frozen
 
 
@@ -148,9 +149,9 @@ class Execution(OfTheRun, ABC):
         """
         return None
 
-    def before_step(self) -> None:
-        """Call the method's `before_step` with the gradients, before the optimizer steps."""
-        if self._own_gradients:
+    def before_step(self, optimizer: Optimizer) -> None:
+        """Call the method's `before_step` with the gradients, if the optimizer is about to make a step."""
+        if self._own_gradients and makes_step(self.trainer, optimizer):
             self.algorithm.before_step(self.step())
 
     @abstractmethod

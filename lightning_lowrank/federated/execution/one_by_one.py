@@ -8,6 +8,7 @@ from typing import Any
 
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import Tensor
+from torch.optim import Optimizer
 
 from lightning_lowrank.arguments import join_names
 from lightning_lowrank.federated.algorithm import LocalStep
@@ -71,10 +72,10 @@ class Sequential(Execution):
         tensors = {**dict(self.module.named_parameters(remove_duplicate=False)), **dict(self.module.named_buffers())}
         return {name: tensors.get(name, value) for name, value in self.live.items()}
 
-    def before_step(self) -> None:
+    def before_step(self, optimizer: Optimizer) -> None:
         """Call the method's `before_step`; first refuse gradients of parameters that were frozen at the start."""
         if self.number == 0:
-            groups = [group for optimizer in self.base.optimizers for group in optimizer.param_groups]
+            groups = [group for each in self.base.optimizers for group in each.param_groups]
             stepped = (value for group in groups for value in group["params"] if value.grad is not None)
             late = {value for value in stepped if value.requires_grad}
             late -= set(self.live.values())
@@ -88,7 +89,7 @@ class Sequential(Execution):
             if not self._has_trained and self.module.automatic_optimization:
                 check_factor_gradients(self.module, lambda name, factor: factor.grad)
             self._has_trained = True
-        super().before_step()
+        super().before_step(optimizer)
 
     def close(self) -> dict[int, Exception]:
         """Send the client's message, and keep its moments."""

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from lightning_lowrank.compression import Packet
 from lightning_lowrank.federated.algorithm import LocalStep
@@ -252,7 +253,7 @@ class Vectorized(Execution):
         assert self._stack is not None
         return self._stack.gradients(batch, self.number)
 
-    def before_step(self) -> None:
+    def before_step(self, optimizer: Optimizer) -> None:
         """Pass the gradients to callbacks that act on stacks, and to the method."""
         assert self._stack is not None
         if not self._has_trained:
@@ -261,7 +262,7 @@ class Vectorized(Execution):
             check_factor_gradients(self.module, lambda name, factor: leaves[name].grad if name in leaves else None)
         for callback in self._acting:
             callback.on_before_stacked_step(self.module, self._stack.leaves)
-        super().before_step()
+        super().before_step(optimizer)
 
     def close(self) -> dict[int, Exception]:
         """Send the clients' messages, and keep their moments."""
