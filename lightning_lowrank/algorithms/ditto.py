@@ -60,7 +60,7 @@ class Ditto(OwnSteps):
         )
 
     def before_step(self, step: LocalStep) -> None:
-        if self._personal:
+        if self._personal and self.regularization:
             pull(step.parameters, step.round_state["received"], self.regularization)
 
     def passes(self, client: ClientInfo) -> tuple[float, float]:

@@ -101,8 +101,10 @@ def working_copy(value: Tensor) -> Tensor:
 def pull(parameters: Mapping[str, Tensor], centre: Mapping[str, Tensor], regularization: float) -> None:
     r"""Add the gradient :math:`\lambda(\theta - w)` of :math:`\frac{\lambda}{2}\|\theta - w\|^2`."""
     for name, value in parameters.items():
-        if value.grad is not None:
-            value.grad.add_(value - centre[name], alpha=regularization)
+        if value.grad is None:
+            # The module's loss does not depend on the parameter, and the term does.
+            value.grad = torch.zeros_like(value)
+        value.grad.add_(value - centre[name], alpha=regularization)
 
 
 def mix(old: Mapping[str, Tensor], mean: Mapping[str, Tensor], share: float) -> dict[str, Tensor]:

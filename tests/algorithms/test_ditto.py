@@ -14,6 +14,7 @@ from tests.algorithms.written_out import (
     EXECUTIONS,
     ROUNDS,
     SIZES,
+    Partly,
     assert_close,
     batches,
     dataset,
@@ -150,6 +151,13 @@ def test_personal_models_and_their_moments_are_resumed(tmp_path, optimizer, exec
         assert_same(whole, again)
         for client in range(len(CLIENTS)):
             assert_same(own_state(loop, client), own_state(twin, client))
+
+
+def test_models_that_are_not_pulled_are_trained_alone(tmp_path):
+    """An optimizer leaves a parameter without a gradient as it is, whatever its weight decay."""
+    make = partial(torch.optim.SGD, lr=0.1, weight_decay=0.1)
+    _, loop = federated(tmp_path, Ditto(0), net=Partly().double(), optimizer=make, rounds=[[0]])
+    assert_same({"shift": own_state(loop, 0)["shift"]}, {"shift": torch.ones(6).double()})
 
 
 def test_refusals():

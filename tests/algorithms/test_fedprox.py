@@ -1,5 +1,7 @@
 """FedProx against its proximal steps, written out."""
 
+from functools import partial
+
 import pytest
 import torch
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
@@ -10,6 +12,7 @@ from tests.algorithms.written_out import (
     EXECUTIONS,
     ROUNDS,
     SIZES,
+    Partly,
     assert_close,
     batches,
     federated,
@@ -17,7 +20,7 @@ from tests.algorithms.written_out import (
     initial,
     mean,
 )
-from tests.helpers import Module, assert_same
+from tests.helpers import Module, assert_same, weights
 
 
 @pytest.mark.slow
@@ -52,6 +55,25 @@ def test_a_strong_term_holds_clients_at_the_global_model(tmp_path):
         ended, _ = federated(tmp_path, FedProx(mu), rounds=[[0, 2]], local_epochs=5)
         distances.append(sum((ended[name] - value).square().sum() for name, value in initial().items()))
     assert distances[0] > 2 * distances[1] > 4 * distances[2]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("execution", EXECUTIONS)
+def test_what_a_batch_does_not_depend_on_is_pulled(tmp_path, execution):
+    make = partial(torch.optim.SGD, lr=0.1, momentum=0.5, weight_decay=0.01)
+    settings = {"net": Partly().double(), "optimizer": make, "rounds": [[0, 1]], "local_epochs": 2}
+    ended, _ = federated(tmp_path, FedProx(0.7), execution, **settings)
+    ends = []
+    for client in (0, 1):
+        net = Partly().double()
+        start, optimizer = weights(net), make(net.parameters())
+        for inputs, targets in 2 * batches(client):
+            optimizer.zero_grad()
+            distance = sum((value - start[name]).square().sum() for name, value in net.named_parameters())
+            (nn.functional.cross_entropy(net(inputs), targets) + 0.7 / 2 * distance).backward()
+            optimizer.step()
+        ends.append(weights(net))
+    assert_close(ended, mean(ends, SIZES[:2]))
 
 
 def test_refusals(tmp_path):

@@ -87,10 +87,11 @@ def test_a_personal_model_has_its_clients_statistics(tmp_path):
 
 @pytest.mark.slow
 def test_parameters_that_no_loss_reaches_stay(tmp_path):
+    """Their one gradient is that of the pull, which is 0 where they begin."""
     net = network()
     net.unused = nn.Parameter(torch.ones(3))
     net.forward = nn.Sequential(*net).forward
-    module, _ = run(tmp_path, PFedMe(), net=net)
+    module, _ = run(tmp_path, PFedMe(), net=net, optimizer=partial(torch.optim.SGD, lr=0.05))
     assert torch.equal(module.net.unused.detach(), torch.ones(3, dtype=torch.float64))
 
 
