@@ -14,7 +14,7 @@ from lightning_lowrank.configuration import check_number
 from lightning_lowrank.federated.algorithm import Claims, LocalStep, detached
 from lightning_lowrank.federated.data.columns import describe
 from lightning_lowrank.federated.messages import Message
-from lightning_lowrank.federated.objective import add_to_loss, part_of, recorded, with_weights
+from lightning_lowrank.federated.objective import add_to_loss, part_of, recorded, tensor_of, with_weights
 from lightning_lowrank.federated.protocols import OwnSteps
 from lightning_lowrank.federated.state import Base, ClientContext, ClientInfo
 
@@ -37,7 +37,7 @@ class FedNTD(OwnSteps):
 
     Raises:
         MisconfigurationException: If an argument is out of range, or the module has no such submodule. In a step: if
-            it does not call it once, or the batch has no classes there.
+            it does not call it once, its output is no tensor, or the batch has no classes there.
 
     Example:
         >>> from lightning_lowrank import FederatedLoop, FedNTD, LabelCount
@@ -67,15 +67,18 @@ class FedNTD(OwnSteps):
     def loss(self, step: LocalStep, batch: Any, training_step: Callable[[], Any]) -> Any:
         with recorded(step.base.module, self.logits) as calls:
             output = training_step()
+        if output is None:
+            return None
         if len(calls) != 1:
             raise MisconfigurationException(
                 f"FedNTD(logits={self.logits!r}) needs training_step to call {self.logits!r} once, and it called it"
                 f" {len(calls)} times; name another submodule."
             )
         (call,) = calls
+        logits = tensor_of(call.output, step.base.module, self.logits, f"FedNTD(logits={self.logits!r})")
         teacher = with_weights(step.base.module, self.logits, step.round_state["received"], call)
-        targets = self._targets_of(batch, len(call.output))
-        own, known = (self._not_true(logits, targets) for logits in (call.output, teacher))
+        targets = self._targets_of(batch, len(logits))
+        own, known = (self._not_true(each, targets) for each in (logits, teacher))
         return add_to_loss(output, self.beta * F.kl_div(own, known, reduction="batchmean", log_target=True))
 
     def _targets_of(self, batch: Any, size: int) -> Tensor:

@@ -13,7 +13,7 @@ from torch import nn
 from lightning_lowrank.configuration import check_number
 from lightning_lowrank.federated.algorithm import LocalStep, detached
 from lightning_lowrank.federated.messages import Message
-from lightning_lowrank.federated.objective import add_to_loss, part_of, recorded, with_weights
+from lightning_lowrank.federated.objective import add_to_loss, part_of, recorded, tensor_of, with_weights
 from lightning_lowrank.federated.protocols import OwnSteps
 from lightning_lowrank.federated.state import Base, ClientContext, ClientInfo
 
@@ -39,7 +39,7 @@ class MOON(OwnSteps):
 
     Raises:
         MisconfigurationException: If an argument is out of range, the module has no such submodule, or it is a list of
-            modules. In a step: if the step does not call it once.
+            modules. In a step: if the step does not call it once, or its output is no tensor.
 
     Example:
         >>> from lightning_lowrank import MOON, Dirichlet, FederatedLoop
@@ -74,17 +74,20 @@ class MOON(OwnSteps):
         module, network = step.base.module, self.features.split(".")[0]
         with recorded(module, network) as calls, recorded(module, self.features) as own:
             output = training_step()
+        if output is None:
+            return None
         if len(calls) != 1 or len(own) != 1:
             raise MisconfigurationException(
                 f"MOON(features={self.features!r}) needs training_step to call {network!r} and {self.features!r} once,"
                 f" and it called them {len(calls)} and {len(own)} times; name another submodule."
             )
         (call,) = calls
+        features = tensor_of(own[0].output, module, self.features, f"MOON(features={self.features!r})").flatten(1)
         similarities = []
         for model in (step.round_state["received"], step.round_state["last"]):
             with recorded(module, self.features) as other:
                 with_weights(module, network, model, call)
-            similarities.append(F.cosine_similarity(own[0].output.flatten(1), other[0].output.flatten(1)))
+            similarities.append(F.cosine_similarity(features, other[0].output.flatten(1)))
         logits = torch.stack(similarities, dim=1) / self.temperature
         return add_to_loss(output, -self.mu * F.log_softmax(logits, dim=1)[:, 0].mean())
 

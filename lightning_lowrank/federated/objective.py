@@ -56,7 +56,7 @@ class MaskAbsentClasses(Objective):
     Raises:
         MisconfigurationException: If ``masking`` is neither. When a fit begins, if there is no such submodule, the
             number of classes is not known, the training data has no labels, or others than from 0 to ``classes`` - 1,
-            or the module has a ``label_smoothing``.
+            or the module has a ``label_smoothing``. In a step, if the submodule's output is no tensor.
 
     Example:
         >>> from lightning_lowrank import FedAvg, FederatedLoop, LabelCount, MaskAbsentClasses
@@ -104,14 +104,15 @@ class MaskAbsentClasses(Objective):
 
     def loss(self, step: LocalStep, batch: Any, training_step: Callable[[], Any]) -> Any:
         """Run the training step with masked logits."""
-        present = step.round_state[self._KEY]
+        present, module = step.round_state[self._KEY], step.base.module
         absent = float("-inf") if self.masking == "exclude" else 0.0
 
-        def mask(layer: nn.Module, inputs: Any, logits: Tensor) -> Tensor:
+        def mask(layer: nn.Module, inputs: Any, output: Any) -> Tensor:
+            logits = tensor_of(output, module, self.layer, f"MaskAbsentClasses(layer={self.layer!r})")
             shape = (1, len(present), *(1,) * (logits.ndim - 2))
             return logits.masked_fill(~present.view(shape), absent)
 
-        handle = part_of(step.base.module, self.layer).register_forward_hook(mask)
+        handle = part_of(module, self.layer).register_forward_hook(mask)
         try:
             return training_step()
         finally:
@@ -130,6 +131,27 @@ def part_of(module: nn.Module, name: str) -> nn.Module:
         raise MisconfigurationException(
             f"the module has no submodule {name!r}; it has {[each for each, _ in module.named_children()]}."
         ) from error
+
+
+def tensor_of(output: Any, module: nn.Module, name: str, owner: str) -> Tensor:
+    """The output of a submodule, which must be a tensor.
+
+    Args:
+        output: What the submodule returned.
+        module: The module.
+        name: Name of the submodule.
+        owner: For the message: the method or objective with the argument that names the submodule.
+
+    Raises:
+        MisconfigurationException: If the output is something else, such as the ``ModelOutput`` of transformers.
+    """
+    if isinstance(output, Tensor):
+        return output
+    inside = [f"{name}.{each}" if name else each for each, _ in part_of(module, name).named_children()]
+    raise MisconfigurationException(
+        f"{owner} needs a layer whose output is a tensor, and that of {name!r} is of type {type(output).__name__}: name"
+        f" another layer{f', such as one of {inside}' if inside else ''}."
+    )
 
 
 @dataclass
@@ -200,7 +222,9 @@ def loss_of(output: Any) -> Tensor:
 
 
 def add_to_loss(output: Any, term: Tensor) -> Any:
-    """The output of a training step, with ``term`` added to its loss."""
+    """The output of a training step, with ``term`` added to its loss; ``None``, which has no loss, stays."""
+    if output is None:
+        return None
     if isinstance(output, Mapping):
         return {**output, "loss": output["loss"] + term}
     return output + term

@@ -12,7 +12,7 @@ from lightning_lowrank import MOON, FedAvg, FedDyn, FederatedLoop, FedNTD, FromI
 from lightning_lowrank.federated.objective import Call, add_to_loss, loss_of, part_of, recorded, with_weights
 from lightning_lowrank.federated.state import Base, ClientContext
 from lightning_lowrank.models import Classifier
-from tests.algorithms.written_out import assert_close, bare, resumed_ends
+from tests.algorithms.written_out import assert_close, bare, federated, initial, resumed_ends
 from tests.federated.execution.runs import Manual
 from tests.helpers import Data, Module, assert_same, blobs, fit, network, trainer, weights
 
@@ -72,6 +72,46 @@ def test_masked_clients_are_those_of_a_plain_loop(tmp_path):
     assert_same(bare(weights(module)), masked_rounds(double=False, absent=0.0))
     with pytest.raises(MisconfigurationException, match="masking"):
         MASK(masking="none")
+
+
+class WithNames(nn.Module):
+    """Returns its logits by name."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner = network().double()
+
+    def forward(self, inputs):
+        return {"logits": self.inner(inputs)}
+
+
+class OfNamed(Module):
+    def loss(self, batch):
+        return nn.functional.cross_entropy(self.net(batch[0])["logits"], batch[1])
+
+
+@pytest.mark.parametrize("execution", EXECUTIONS)
+@pytest.mark.parametrize(
+    ("algorithm", "objective", "argument"),
+    [
+        (FedAvg(), MaskAbsentClasses("net", classes=4), "MaskAbsentClasses.*layer"),
+        (FedNTD("net"), None, "FedNTD.*logits"),
+        (MOON("net"), None, "MOON.*features"),
+    ],
+)
+def test_outputs_that_are_no_tensors_are_refused(tmp_path, algorithm, objective, argument, execution):
+    with pytest.raises(MisconfigurationException, match=rf"{argument}='net'.*dict.*'net\.inner'"):
+        federated(tmp_path, algorithm, execution, net=WithNames(), make_module=OfNamed, objective=objective)
+
+
+@pytest.mark.parametrize("algorithm", [FedDyn(), FedNTD("net"), MOON("net.2")])
+def test_a_step_without_a_loss_is_left_out(tmp_path, algorithm):
+    class LeavesOut(Module):
+        def training_step(self, batch, batch_idx):
+            return None
+
+    ended, _ = federated(tmp_path, algorithm, make_module=LeavesOut, rounds=[[3]])
+    assert_close(ended, initial())
 
 
 @pytest.mark.slow
