@@ -49,9 +49,8 @@ def treat_as_buffers(module: nn.Module, patterns: Sequence[str]) -> None:
     vars(module).pop(_EMA, None)
     if not patterns:
         return
-    names = [name for name, _ in module.named_parameters()]
-    check_patterns("ema_parameters", patterns, names, "parameter")
-    chosen = [name for name in names if any(matches(pattern, name) for pattern in patterns)]
+    names = (name for name, _ in module.named_parameters())
+    chosen = names_that_match(module, "ema_parameters", patterns, names, "parameter")
     trained = [name for name in chosen if module.get_parameter(name).requires_grad]
     if trained:
         raise misconfigured(
@@ -74,6 +73,27 @@ def aliases(module: nn.Module) -> dict[str, list[str]]:
             if first != name:
                 found.setdefault(first, []).append(name)
     return found
+
+
+def names_that_match(
+    module: nn.Module, argument: str, patterns: Sequence[str], names: Iterable[str], what: str
+) -> list[str]:
+    """The names of tensors that patterns match; a tensor with several names is matched by each of them.
+
+    Args:
+        module: The module that has the tensors.
+        argument: Name of the argument with the patterns, for the message.
+        patterns: The patterns.
+        names: The first names of the tensors to choose from.
+        what: For the message, a description of a thing that has such a name.
+
+    Raises:
+        MisconfigurationException: If a pattern matches no tensor.
+    """
+    known = aliases(module)
+    own = {name: [name, *known.get(name, ())] for name in names}
+    check_patterns(argument, patterns, [each for names in own.values() for each in names], what)
+    return [name for name in own if any(matches(pattern, each) for pattern in patterns for each in own[name])]
 
 
 def under_all_names(values: Mapping[str, Tensor], aliases: Mapping[str, Iterable[str]]) -> dict[str, Tensor]:

@@ -11,12 +11,12 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import Tensor, nn
 
 from lightning_lowrank.arguments import join_names
-from lightning_lowrank.configuration import check_choice, check_patterns
+from lightning_lowrank.buffers import names_that_match
+from lightning_lowrank.configuration import check_choice
 from lightning_lowrank.federated.algorithm import Algorithm, Claims, detached
 from lightning_lowrank.federated.messages import Message
 from lightning_lowrank.federated.state import Base, ClientContext, ClientInfo, Server, copy_into, trained_tensors
 from lightning_lowrank.internals.torch import BATCH_NORMS, INSTANCE_NORMS
-from lightning_lowrank.patterns import matches
 
 Layers = Literal["batch", "all"]
 
@@ -120,7 +120,8 @@ class FedPer(LocalPart):
 
     Args:
         patterns: Which tensors stay with the clients, by their names or any run of a name's parts, with the wildcards
-            of `fnmatch`: ``["classifier"]`` is the whole submodule ``classifier``.
+            of `fnmatch`: ``["classifier"]`` is the whole submodule ``classifier``. A tensor
+            that is part of two layers, such as a tied embedding, stays if either of its names matches.
 
     Raises:
         MisconfigurationException: If a pattern matches nothing that is trained, or as `LocalPart` says.
@@ -138,6 +139,5 @@ class FedPer(LocalPart):
 
     def own_names(self, base: Base) -> set[str]:
         """Names of the tensors that match ``patterns``."""
-        names = list(trained_tensors(base.module))
-        check_patterns("FedPer's patterns", self.patterns, names, "trained parameter or persistent buffer")
-        return {name for name in names if any(matches(pattern, name) for pattern in self.patterns)}
+        names, what = trained_tensors(base.module), "trained parameter or persistent buffer"
+        return set(names_that_match(base.module, "FedPer's patterns", self.patterns, names, what))

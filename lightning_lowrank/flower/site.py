@@ -20,6 +20,7 @@ from lightning.pytorch.utilities import rank_zero_warn
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import Tensor
 
+from lightning_lowrank.buffers import aliases, under_all_names
 from lightning_lowrank.callbacks import DifferentialPrivacy
 from lightning_lowrank.compression import Dense, Packet
 from lightning_lowrank.federated import client_states
@@ -336,7 +337,7 @@ class Site:
         if base is self._base:
             return
         self._base = base
-        self.policy.check_trained(trained_tensors(base.module))
+        self.policy.check_trained(under_all_names(trained_tensors(base.module), aliases(base.module)))
         self._signature = signature(base.module, self._recipe)
         base.state = dict(self._kept.base)
         copy_into(dict(base.module.named_parameters()), self._kept.frozen)
@@ -407,7 +408,7 @@ class _FlowerExchange(SiteExchange):
     def begin_round(self, plan: RoundPlan, live: Mapping[str, Tensor], idle: int) -> None:
         """Apply the broadcasts, and refuse to train parameters or steps that the site's policy does not permit."""
         super().begin_round(plan, live, idle)
-        self._site.policy.check_trained(live)
+        self._site.policy.check_trained(under_all_names(live, aliases(self.server.base.module)))
         self._site.policy.check_reference(type(self.algorithm).__name__, self.algorithm.claims.without_reference)
         self._site.charge(sum(plan.batches))
 

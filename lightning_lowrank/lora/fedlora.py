@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from lightning_lowrank.aggregation import DistanceRule
 from lightning_lowrank.arguments import join_names
-from lightning_lowrank.configuration import check_patterns
+from lightning_lowrank.buffers import names_that_match
 from lightning_lowrank.federated.algorithm import Claims, LocalStep, detached
 from lightning_lowrank.federated.capacities import Capacity
 from lightning_lowrank.federated.messages import Message
@@ -24,7 +24,6 @@ from lightning_lowrank.lora.operator import Operator
 from lightning_lowrank.lora.ranks import LayerRanks, Ranks, padded_factor
 from lightning_lowrank.lora.requirements import adapters_of
 from lightning_lowrank.lora.slots import UploadSlots
-from lightning_lowrank.patterns import matches
 from lightning_lowrank.seeding import derive_seed
 
 
@@ -128,8 +127,8 @@ class FedLoRA(ChangesBase, UnequalClients, Personal):
         self._ranks.check(base.clients)
         trained = {name: value for name, value in base.module.named_parameters() if value.requires_grad}
         others = [name for name in trained if name not in found.factors]
-        check_patterns("keep", self.keep, others, "trained parameter outside the adapters")
-        self._kept = {name for name in others if any(matches(pattern, name) for pattern in self.keep)}
+        what = "trained parameter outside the adapters"
+        self._kept = set(names_that_match(base.module, "keep", self.keep, others, what))
         local = [f"the factor {name} of each adapter" for name in self.operator.trained(0) - self.operator.sent_up(0)]
         local += [join_names(sorted(self._kept))] if self._kept else []
         self.claims = replace(

@@ -12,9 +12,9 @@ from torch import Tensor, nn
 from torchmetrics import Metric
 from torchmetrics.classification import MulticlassAccuracy
 
-from lightning_lowrank.configuration import check_integer, check_number, check_patterns
+from lightning_lowrank.buffers import names_that_match
+from lightning_lowrank.configuration import check_integer, check_number
 from lightning_lowrank.models.networks import Network
-from lightning_lowrank.patterns import matches
 
 
 class Classifier(LightningModule):
@@ -128,8 +128,7 @@ class Classifier(LightningModule):
     def configure_optimizers(self) -> Any:
         """Make the optimizer, from the parameters that require a gradient, and the scheduler."""
         trained = {name: parameter for name, parameter in self.named_parameters() if parameter.requires_grad}
-        check_patterns("no_weight_decay", self.no_weight_decay, list(trained), "trained parameter")
-        left_alone = [name for name in trained if any(matches(pattern, name) for pattern in self.no_weight_decay)]
+        left_alone = names_that_match(self, "no_weight_decay", self.no_weight_decay, trained, "trained parameter")
         decayed = [parameter for name, parameter in trained.items() if name not in left_alone]
         groups = [{"params": [trained[name] for name in left_alone], "weight_decay": 0.0}]
         optimizer = self.optimizer([{"params": decayed}, *groups] if left_alone else decayed)

@@ -6,7 +6,8 @@ import pytest
 import torch
 from torch import nn
 
-from lightning_lowrank.buffers import persistent_buffers
+from lightning_lowrank import FedLoRA, FedPer, MatrixProduct, ProductSum, convert
+from lightning_lowrank.buffers import persistent_buffers, treat_as_buffers
 from lightning_lowrank.federated.state import (
     Base,
     ClientContext,
@@ -16,6 +17,7 @@ from lightning_lowrank.federated.state import (
     stack_trees,
     trained_tensors,
 )
+from lightning_lowrank.models import Classifier
 
 
 def normed():
@@ -35,6 +37,27 @@ def test_trained_tensors():
         "1.num_batches_tracked",
     ]
     assert list(persistent_buffers(module)) == ["1.running_mean", "1.running_var", "1.num_batches_tracked"]
+
+
+class Tied(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embedding, self.body, self.head = nn.Embedding(5, 4), nn.Linear(4, 4), nn.Linear(4, 5)
+        self.head.weight = self.embedding.weight
+
+
+def test_patterns_choose_a_tensor_by_each_of_its_names():
+    module, both = Tied(), {"embedding.weight", "head.bias"}
+    assert FedPer(["head"]).own_names(Base(module, seed=0)) == both
+    convert(module, MatrixProduct(), rank=1, include=["body"], init="lora", freeze_rest=False)
+    keeps = FedLoRA(ProductSum(), keep=["head"])
+    keeps.setup(Base(module, seed=0))
+    assert set(keeps._kept) == both
+    module.requires_grad_(False)
+    treat_as_buffers(module, ["head"])
+    assert persistent_buffers(module).keys() == both
+    decayed, alone = Classifier(Tied(), num_classes=5, no_weight_decay=["head"]).configure_optimizers().param_groups
+    assert (len(decayed["params"]), len(alone["params"])) == (2, 2)
 
 
 def test_copy_into_writes_in_place_and_leaves_the_rest():

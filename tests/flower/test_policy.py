@@ -262,6 +262,20 @@ def test_every_broadcast_is_held_against_the_policy(tmp_path, monkeypatch):
 
 
 @pytest.mark.slow
+def test_a_tensor_of_two_layers_is_trained_if_both_are_permitted(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    site, sent, options = joined(tmp_path, {})
+    assert site._built is not None
+    site._built.module.other = site._built.module.network
+    data = Dense().encode(sent)
+    site.policy = Policy(modules=["network"])
+    with pytest.raises(PolicyViolation, match=r"modules=\['network'\].*'other\."):
+        site.train(0, {0: data}, options)
+    site.policy = Policy(modules=["network", "other"])
+    assert site.train(0, {0: data}, options)
+
+
+@pytest.mark.slow
 def test_a_policy_that_is_tightened_holds_from_the_next_message(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     site, sent, options = joined(tmp_path, {})
