@@ -3,20 +3,20 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import islice
 from typing import Any, cast
 
 import lightning.pytorch as pl
 import torch
 from lightning.pytorch.callbacks import Callback, StochasticWeightAveraging, WeightAveraging
+from lightning.pytorch.utilities import rank_zero_warn
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import Tensor
-from torch.optim.swa_utils import update_bn
 from torch.utils.data import DataLoader, IterableDataset, RandomSampler, SequentialSampler, Subset
 
-from lightning_lowrank.arguments import Configured
+from lightning_lowrank.arguments import Configured, join_names
 from lightning_lowrank.configuration import check_integer
 from lightning_lowrank.federated import FederatedLoop
 from lightning_lowrank.federated.algorithm import CompletesModels
@@ -24,7 +24,7 @@ from lightning_lowrank.federated.data.columns import describe
 from lightning_lowrank.federated.data.loader_checks import loader_like
 from lightning_lowrank.federated.protocols import UnequalClients
 from lightning_lowrank.federated.randomness import OwnGenerators, StepRandomness
-from lightning_lowrank.internals.lightning import batch_transfer, check_namespace
+from lightning_lowrank.internals.lightning import batch_transfer, check_namespace, modes_in_steps
 from lightning_lowrank.internals.torch import BATCH_NORMS
 from lightning_lowrank.seeding import derive_seed, generator
 
@@ -40,6 +40,9 @@ class StaticBatchNorm(Configured, Callback, CompletesModels):
     the batches of the training set, with the current weights: a pass over the training data with the module's
     ``forward``, in training mode, without gradients. Module and checkpoints have the statistics of their weights, for a
     later test or export; a checkpoint saved inside a round has the statistics of the last pass.
+
+    A layer that training steps leave in evaluation mode, such as that of a frozen backbone or teacher, keeps its
+    statistics, by which it normalises in the pass too. So does a layer that ``forward`` does not use, with a warning.
 
     With `FederatedLoop`, which must come before it in ``callbacks``, the pass is over all clients' training samples
     (not those held out to test them) with the global model. It takes at most as many batches as the round has trained
@@ -76,6 +79,8 @@ class StaticBatchNorm(Configured, Callback, CompletesModels):
         self.batches = batches
         self.from_round = from_round
         self._layers: list[Any] = []
+        self._active: list[Any] = []
+        self._unused: set[Any] = set()
         self._static = False
         self._loader: tuple[Any, DataLoader] | None = None
         self._fresh_at: tuple[int, bool] | None = None
@@ -112,6 +117,7 @@ class StaticBatchNorm(Configured, Callback, CompletesModels):
                     " callbacks."
                 )
         self._loader = self._fresh_at = self._models = None
+        self._active, self._unused = [layer for layer in self._layers if layer.training], set()
         self._begin(0)
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
@@ -161,7 +167,7 @@ class StaticBatchNorm(Configured, Callback, CompletesModels):
         self._loader = None
 
     def _try_forward(self, trainer: Any, module: pl.LightningModule) -> None:
-        """Refuse a ``forward`` that fails on `update_bn`'s inputs or needs more arguments."""
+        """Refuse a ``forward`` that fails on the inputs of a pass or needs more arguments."""
         loop = _loop_of(trainer)
         loader = trainer.train_dataloader if loop is None else loop.data.training_loader
         if type(loader) is not DataLoader or loader.batch_size is None or isinstance(loader.dataset, IterableDataset):
@@ -232,7 +238,11 @@ class StaticBatchNorm(Configured, Callback, CompletesModels):
                 yield from layer.named_buffers(prefix=name, recurse=False)
 
     def _recompute(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
-        loop = _loop_of(trainer)
+        loop, modes = _loop_of(trainer), modes_in_steps(trainer)
+        own, known = set(self._layers), set(self._active)
+        named = [(name, layer) for name, layer in module.named_modules() if layer in own]
+        # Before the first evaluation, modes are known in training alone.
+        self._active = [layer for name, layer in named if modes.get(name, layer in known)]
         # The step alone does not tell, because a round that is cut short ends without a further step.
         now = (trainer.global_step, loop is not None and loop.in_round)
         if not self._static or self._fresh_at == now:
@@ -250,25 +260,55 @@ class StaticBatchNorm(Configured, Callback, CompletesModels):
         self._pass(trainer, module, self._training_loader(trainer), count)
 
     def _pass(self, trainer: pl.Trainer, module: pl.LightningModule, loader: Any, count: int | None) -> None:
-        """Recompute the statistics with the module's current weights."""
+        """Recompute the statistics of the layers that steps train, with the module's current weights."""
+        if not self._active:
+            return
         modes = [(part, part.training) for part in module.modules()]
-        tracked = [layer.track_running_stats for layer in self._layers]
+        options = [(layer, layer.track_running_stats, layer.momentum) for layer in self._layers]
+        before = {layer: [value.clone() for value in layer.buffers()] for layer in self._active}
         randomness = StepRandomness(module.device)
         randomness.open()
         randomness.seed(derive_seed(0, "static batch norm"))
         if _loop_of(trainer) is not None:
             # The data set's own generators, which each batch of a round reseeds.
             OwnGenerators(loader.dataset, loader.collate_fn).seed(derive_seed(0, "static batch norm"))
-        self._track(True)
+        made = 0
         try:
-            with trainer.precision_plugin.forward_context():
-                update_bn(self._inputs(trainer, loader, count), module)
+            module.train()
+            self._track(True)
+            for layer in self._layers:
+                layer.training = layer in before
+            for layer in self._active:
+                layer.reset_running_stats()
+                # The mean over all batches.
+                layer.momentum = None
+            with torch.no_grad(), trainer.precision_plugin.forward_context():
+                for batch in self._inputs(trainer, loader, count):
+                    module(batch[0] if isinstance(batch, (list, tuple)) else batch)
+                    made += 1
         finally:
-            for layer, was in zip(self._layers, tracked, strict=True):
-                layer.track_running_stats = was
+            unused = [layer for layer in self._active if not layer.num_batches_tracked]
+            for layer in unused:
+                for value, old in zip(layer.buffers(), before[layer], strict=True):
+                    value.copy_(old)
+            for layer, was, momentum in options:
+                layer.track_running_stats, layer.momentum = was, momentum
             randomness.release()
             for part, training in modes:
                 part.training = training
+        if made:
+            self._warn_of(unused, module)
+
+    def _warn_of(self, unused: Sequence[Any], module: pl.LightningModule) -> None:
+        """Warn once of layers that ``forward`` does not use."""
+        new = set(unused) - self._unused
+        self._unused |= new
+        if new:
+            names = join_names([name for name, layer in module.named_modules() if layer in new])
+            rank_zero_warn(
+                f"StaticBatchNorm: {type(module).__name__}.forward() does not use the BatchNorm layers {names}, whose"
+                " statistics stay as they were: have forward() use them, or call eval() on those that are not trained."
+            )
 
     def _given(self, trainer: pl.Trainer) -> int | None:
         """Upper limit on the batches of a pass, as the user set it."""

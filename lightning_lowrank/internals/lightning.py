@@ -210,6 +210,17 @@ def _unscales_itself(optimizer: Optimizer) -> bool:
     return bool(getattr(optimizer, "_step_supports_amp_scaling", False))
 
 
+def modes_in_steps(trainer: Any) -> Mapping[str, bool]:
+    """Whether each submodule is in training mode in a fit's steps, by name: as the last of them left it.
+
+    Lightning notes the modes before it evaluates.
+    """
+    if trainer.training:
+        return {name: part.training for name, part in trainer.lightning_module.named_modules()}
+    modes: dict[str, bool] = trainer.fit_loop.epoch_loop.val_loop._module_mode.mode
+    return modes
+
+
 class StepCounts:
     """Lightning's step counters in a round, which are set to the total of several processes.
 

@@ -7,11 +7,9 @@ import torch
 from lightning.pytorch.callbacks import ModelCheckpoint, StochasticWeightAveraging, WeightAveraging
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import nn
-from torch.optim.swa_utils import update_bn
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_lowrank import FedAvg, FederatedLoop, FromIndices, HeteroFL, LocalTraining, StaticBatchNorm
-from lightning_lowrank.callbacks import static_batch_norm
 from tests.helpers import Data, Module, blobs, fit, network, trainer, weights
 
 CLIENTS = [list(range(40)), list(range(40, 64)), list(range(64, 102))]
@@ -362,7 +360,8 @@ def test_statistics_are_those_of_a_reloaded_training_set(tmp_path, federated):
 
 def test_validations_inside_an_epoch(tmp_path, monkeypatch):
     passes = []
-    monkeypatch.setattr(static_batch_norm, "update_bn", lambda *arguments: passes.append(1) or update_bn(*arguments))
+    own = StaticBatchNorm._pass
+    monkeypatch.setattr(StaticBatchNorm, "_pass", lambda *arguments: passes.append(1) or own(*arguments))
     inputs, targets = blobs(96).tensors
     watch = Watch()
     data = Data(TensorDataset(inputs, targets), batch_size=32)
@@ -436,13 +435,13 @@ def test_a_round_that_is_cut_short_at_a_validation_ends_with_its_own_statistics(
         def on_validation_end(self, trainer, pl_module):
             trainer.should_stop = not trainer.sanity_checking
 
-    passed = []
+    passed, own = [], StaticBatchNorm._pass
 
-    def recorded(loader, module):
+    def recorded(callback, trainer, module, *arguments):
         passed.append(weights(module))
-        update_bn(loader, module)
+        own(callback, trainer, module, *arguments)
 
-    monkeypatch.setattr(static_batch_norm, "update_bn", recorded)
+    monkeypatch.setattr(StaticBatchNorm, "_pass", recorded)
     module = Callable()
     loop = FederatedLoop(FedAvg(), partition=FromIndices(CLIENTS), buffers="local", summary=False)
     settings = {"max_epochs": 1, "val_check_interval": 1}
@@ -473,6 +472,72 @@ def test_precision_and_modes(tmp_path):
     assert module.net[1].running_mean.isfinite().all()
     assert not module.net[2].training
     assert module.net[3].training
+
+
+class Distilled(Callable):
+    """Learns from a teacher that is kept in evaluation mode from one of its hooks on, or by ``train()``."""
+
+    def __init__(self, where):
+        super().__init__()
+        self.teacher, self.where = network(norm=nn.BatchNorm1d).requires_grad_(False), where
+        self.teacher[1].running_mean.fill_(4.0)
+        self.freeze("__init__")
+
+    def freeze(self, where):
+        if where == self.where:
+            self.teacher.eval()
+
+    def train(self, mode=True):
+        super().train(mode)
+        self.freeze("train")
+        return self
+
+    def on_train_epoch_start(self):
+        self.freeze("on_train_epoch_start")
+
+    def training_step(self, batch, batch_idx):
+        self.freeze("training_step")
+        return super().training_step(batch, batch_idx)
+
+    def forward(self, inputs):
+        return self.net(inputs) + self.teacher(inputs)
+
+
+@pytest.mark.parametrize("federated", [False, True])
+@pytest.mark.parametrize("where", ["__init__", "train", "on_train_epoch_start", "training_step"])
+@pytest.mark.parametrize("validates", [False, True])
+def test_layers_in_evaluation_mode_keep_their_statistics(tmp_path, where, federated, validates):
+    module = Distilled(where)
+    if where == "train":
+        module.train()
+    callbacks = [FederatedLoop(FedAvg(), clients=2, buffers="local", summary=False)] * federated
+    settings = {"max_epochs": 1, **({} if validates else {"limit_val_batches": 0})}
+    data = Data(blobs(32), batch_size=16)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", message="StaticBatchNorm")
+        fit(trainer(tmp_path, *callbacks, StaticBatchNorm(), **settings), module, data)
+    assert module.net[1].num_batches_tracked == 2
+    assert module.teacher[1].num_batches_tracked == 0
+    assert module.teacher[1].running_mean.unique().tolist() == [4.0]
+    assert not module.teacher[1].training
+
+
+def test_layers_that_forward_does_not_use_keep_their_statistics(tmp_path):
+    class Projecting(Callable):
+        def __init__(self):
+            super().__init__()
+            self.projector = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4))
+            self.projector[1].running_mean.fill_(4.0)
+
+        def loss(self, batch):
+            return super().loss(batch) + self.projector(self(batch[0])).square().mean()
+
+    module = Projecting()
+    with pytest.warns(UserWarning, match=r"forward\(\) does not use .*projector\.1") as caught:
+        trainer(tmp_path, StaticBatchNorm(), max_epochs=2).fit(module, Data(blobs(32)))
+    assert sum("StaticBatchNorm" in str(each.message) for each in caught) == 1
+    assert module.net[1].num_batches_tracked == 4
+    assert module.projector[1].running_mean.unique().tolist() == [4.0]
 
 
 def test_layers_are_given_back_after_an_error(tmp_path):

@@ -49,7 +49,7 @@ def test_the_loop_has_what_is_used_of_it(fitting):
         automatic_optimization.optim_progress.optimizer.step.increment_completed batch_progress.is_last_batch
         batch_progress.current.ready manual_optimization.run manual_optimization.optim_step_progress.total.completed
         restarted_on_last restarting scheduler_progress update_lr_schedulers val_loop.restarting
-        val_loop.restarted_mid_evaluation val_loop.increment_progress_to_evaluation_end"""
+        val_loop._module_mode.mode val_loop.restarted_mid_evaluation val_loop.increment_progress_to_evaluation_end"""
     lacking = [name for name in names.split() if not _has(fitting.fit_loop.epoch_loop, name)]
     names = """_accelerator_connector.use_distributed_sampler _logger_connector.log_metrics
         _logger_connector.on_batch_end _logger_connector.on_batch_start _logger_connector.update_train_step_metrics
