@@ -396,8 +396,9 @@ class LowRankLayer(nn.Module):
 
         The factors and the frozen weight stay as they are, so :meth:`unmerge` restores the layer bit for bit
         and state dicts are the same as before. A merged layer does not train: ``train()``, loading a state dict,
-        :meth:`fold`, :meth:`reset_factors`, a fit with `LowRank` or `FederatedLoop`, and any change of its factors in
-        place unmerge it.
+        :meth:`fold`, :meth:`reset_factors`, a fit with `LowRank` or `FederatedLoop`, other tensors as its factors, and
+        any change of these in place unmerge it. Torch does not count changes through ``data``, such as those of
+        ``vector_to_parameters``: call :meth:`unmerge` after these.
         """
         self.unmerge()
         self.merged_weight = self.weight.detach().clone()
@@ -411,14 +412,18 @@ class LowRankLayer(nn.Module):
         """Whether the layer is merged, and its factors have not changed since."""
         if self.merged_weight is None:
             return False
-        if not torch.compiler.is_compiling():
-            now = self._versions()
-            if now.keys() != self._merged_of.keys():
-                # A copied or moved layer has new tensors, whose versions start again.
-                self._merged_of = now
-            elif now != self._merged_of:
-                self.unmerge()
+        if not torch.compiler.is_compiling() and self._versions() != self._merged_of:
+            self.unmerge()
         return self.merged_weight is not None
+
+    def __getstate__(self) -> dict[str, Any]:
+        # Versions tell of changes in this layer's tensors, and not in those of a copy.
+        self._is_merged()
+        return self.__dict__
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        self._merged_of = self._versions()
 
     def unmerge(self) -> None:
         """Undo :meth:`merge`: compose the weight at each use again."""

@@ -124,6 +124,36 @@ def test_a_merged_layer_whose_factors_change_is_no_longer_merged():
         assert torch.equal(model(inputs), model(inputs))
 
 
+def doubled(layer):
+    with torch.no_grad():
+        layer.factors["U"].mul_(2)
+
+
+def replaced(layer):
+    layer.factors["U"] = nn.Parameter(2 * layer.factors["U"].detach())
+
+
+@pytest.mark.parametrize("duplicate", [copy.copy, copy.deepcopy, lambda layer: pickle.loads(pickle.dumps(layer))])
+@pytest.mark.parametrize("change", [doubled, replaced])
+@pytest.mark.parametrize("first", ["copied", "changed"])
+def test_a_copy_of_a_merged_layer_whose_factors_change_is_no_longer_merged(duplicate, change, first):
+    torch.manual_seed(0)
+    model, inputs = nn.Sequential(nn.Linear(8, 8), nn.ReLU()).eval(), torch.randn(3, 8)
+    convert(model, MatrixProduct(), rank=2, role="weight")
+    layer = merge(model)[0]
+    assert duplicate(layer).merged_weight is not None
+    if first == "copied":
+        layer = duplicate(layer)
+        change(layer)
+    else:
+        change(layer)
+        layer = duplicate(layer)
+    outputs = layer(inputs)
+    assert layer.merged_weight is None
+    layer.unmerge()
+    assert torch.equal(outputs, layer(inputs))
+
+
 @pytest.mark.parametrize("role", ["weight", "update"])
 def test_what_is_written_into_a_composed_weight_is_an_error(role):
     def made():
