@@ -230,9 +230,9 @@ def signature(module: nn.Module, recipe: bytes) -> dict[str, Any]:
 
 _NUMBERED = {"classes": "classes", "features": "feature_names"}
 NUMBERED_OTHERWISE = {
-    "classes": "the classes have other names or another order, by which they are numbered: let the recipe list the names"
-    " in the order of their numbers (classes= of ImageFolder and ClientTable, labels= of TextClassification), or give"
-    " the labels as numbers",
+    "classes": "the classes have other names or another order, by which they are numbered: let the recipe list the"
+    " names in the order of their numbers (classes= of ImageFolder and ClientTable, labels= of TextClassification), or"
+    " give the labels as numbers",
     "features": "the columns of inputs have other names or another order: let the recipe list them (features= of"
     " ClientTable)",
 }
