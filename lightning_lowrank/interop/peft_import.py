@@ -68,7 +68,8 @@ def import_adapter(folder: str | Path, module: nn.Module, *, prefix: str | None 
 
     The module then computes what ``PeftModel.from_pretrained(base_model, folder)`` does, to rounding. Dense layers are
     converted, with the adapter's ranks, α and dropout. All other parameters are frozen except those that the folder
-    holds: ``modules_to_save`` and biases. `LowRank` accepts only modules that it has converted itself: to continue
+    holds: ``modules_to_save`` and biases. A parameter of a module to save that is tied to another one is untied if the
+    folder's values differ, as PEFT does. `LowRank` accepts only modules that it has converted itself: to continue
     training with it, convert first and then import::
 
         LowRank(MatrixProduct("channel"), rank=8, alpha=16, init="lora", freeze_rest=True).convert(module)
@@ -116,6 +117,7 @@ def import_adapter(folder: str | Path, module: nn.Module, *, prefix: str | None 
     for name, adapter in adapters.items():
         _check_fit(name, adapter, module.get_submodule(name), described.get(name))
     _check_rest(module, root, rest, folder)
+    untied = _untied(module.get_submodule(root.removesuffix(".")), rest, config)
     if existing:
         values = _assignments(existing, adapters)
         _check_ties(existing, values)
@@ -135,6 +137,10 @@ def import_adapter(folder: str | Path, module: nn.Module, *, prefix: str | None 
         for name, value in rest.items():
             part = _tensor(module, root + name)
             assert part is not None
+            if name in untied:
+                owner, _, last = (root + name).rpartition(".")
+                part = nn.Parameter(part.clone(), part.requires_grad)
+                setattr(module.get_submodule(owner), last, part)
             part.copy_(value)
             if not existing and isinstance(part, nn.Parameter) and _is_trained(name, config):
                 part.requires_grad_()
@@ -192,9 +198,40 @@ def _is_trained(name: str, config: Any) -> bool:
     """Whether PEFT trains a non-factor tensor: a bias by ``bias``, others by name endings in ``modules_to_save``."""
     if name.rpartition(".")[2] == "bias" and config.bias != "none":
         return True
+    return _is_saved(name, config)
+
+
+def _is_saved(name: str, config: Any) -> bool:
+    """Whether a tensor belongs to a module of ``modules_to_save``, of which PEFT trains a copy."""
     parts = name.split(".")
     above = [".".join(parts[:stop]) for stop in range(1, len(parts))]
     return any(module.endswith(tuple(config.modules_to_save or ())) for module in above)
+
+
+def _untied(network: nn.Module, rest: Mapping[str, Tensor], config: Any) -> set[str]:
+    """Names in ``rest`` of tied parameters of modules to save, which PEFT's copies of these modules do not share.
+
+    A tie stays if the folder has equal values for all its names, or if PEFT ensures it.
+
+    Raises:
+        MisconfigurationException: If the network holds such a module twice.
+    """
+    if config.ensure_weight_tying and getattr(network, "_tied_weights_keys", None):
+        return set()
+    holders: dict[Tensor, list[str]] = {}
+    for name, parameter in network.named_parameters(remove_duplicate=False):
+        holders.setdefault(parameter, []).append(name)
+    modules, untied = module_names(network), set()
+    for name, value in rest.items():
+        target = _tensor(network, name)
+        tied = holders[target] if isinstance(target, nn.Parameter) and _is_saved(name, config) else []
+        if len(tied) < 2 or all(each in rest and torch.equal(rest[each].to(value), value) for each in tied):
+            continue
+        owner = name.rpartition(".")[0]
+        if len(modules[network.get_submodule(owner)]) > 1:
+            raise misconfigured(f"the model holds {owner} twice, and PEFT saves one of them.")
+        untied.add(name)
+    return untied
 
 
 def _read(folder: Path) -> tuple[dict[str, _Adapter], dict[str, Tensor], Any]:

@@ -5,6 +5,7 @@ import json
 import shutil
 import sys
 import time
+from collections import OrderedDict
 from types import SimpleNamespace
 
 import lightning.pytorch as pl
@@ -299,6 +300,50 @@ def test_a_layer_that_the_model_holds_twice_is_not_imported(tmp_path):
         import_adapter(export_adapter(apart, tmp_path), shared)
     assert isinstance(shared.second, nn.Linear)
     assert shared.first.weight.requires_grad
+
+
+class Tied(nn.Sequential):
+    def __init__(self):
+        super().__init__(OrderedDict(table=nn.Embedding(5, 4), body=nn.Linear(4, 4), head=nn.Linear(4, 5, bias=False)))
+        self.head.weight = self.table.weight
+
+
+@pytest.mark.parametrize("kept", [["head"], ["table"], ["table", "head"]], ids=str)
+def test_a_tied_module_to_save_is_untied_as_peft_does(tmp_path, kept):
+    base, inputs = Tied(), torch.arange(5)
+    settings = peft().LoraConfig(r=2, target_modules=["body"], modules_to_save=kept, init_lora_weights=False)
+    perturbed(peft().get_peft_model(copy.deepcopy(base), settings)).save_pretrained(tmp_path)
+    ours = copy.deepcopy(base)
+    # Another name of the head, outside the network, is no tie of it.
+    import_adapter(tmp_path, nn.ModuleDict({"network": ours, "head": ours.head}), prefix="network")
+    same_function(peft().PeftModel.from_pretrained(base, tmp_path), ours, inputs)
+    assert ours.head.weight is not ours.table.weight
+    assert [name for name in ("table", "head") if getattr(ours, name).weight.requires_grad] == kept
+
+
+def test_a_tie_stays_if_the_folder_has_equal_values(tmp_path):
+    base, inputs = Tied(), torch.arange(5)
+    trained = copy.deepcopy(base)
+    convert(trained, MatrixProduct(), rank=1, include=["body"], freeze_rest=True, keep_trained=["table", "head"])
+    export_adapter(perturbed(trained), tmp_path)
+    assert config_of(tmp_path)["modules_to_save"] == ["head", "table"]
+    ours = import_adapter(tmp_path, base)
+    same_function(trained, ours, inputs)
+    assert ours.head.weight is ours.table.weight
+
+
+def test_a_module_to_save_that_the_model_holds_twice_is_not_imported(tmp_path):
+    class Twice(Shared):
+        def __init__(self):
+            super().__init__()
+            self.body = nn.Linear(4, 4)
+
+    settings = peft().LoraConfig(r=2, target_modules=["body"], modules_to_save=["first"])
+    perturbed(peft().get_peft_model(Twice(), settings)).save_pretrained(tmp_path)
+    network = Twice()
+    with pytest.raises(MisconfigurationException, match="the model holds first twice"):
+        import_adapter(tmp_path, network)
+    assert type(network.body) is nn.Linear
 
 
 def test_what_peft_has_wrapped_is_not_imported_into(saved):
