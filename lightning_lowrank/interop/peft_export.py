@@ -275,7 +275,7 @@ def _with_changes(
     for layer in layers:
         if f"{layer.name}.frozen_weight" in changed:
             old = before[f"{layer.name}.weight".removeprefix(root)]
-            new = sums.get(layer.name, tensors[f"{layer.name}.frozen_weight"])
+            new = _before_rounding(tensors[f"{layer.name}.frozen_weight"], sums.get(layer.name))
             by_input = layer.kind in ("Embedding", "Conv1D")
             change = new.double().cpu() - old.double().cpu()
             change = change.T if by_input else change.flatten(1)
@@ -288,6 +288,11 @@ def _with_changes(
             layer = replace(layer, rank=len(A), alpha=alpha, core=())
         found.append(layer)
     return tuple(found), tensors
+
+
+def _before_rounding(weight: Tensor, summed: Tensor | None) -> Tensor:
+    """The sum of which a weight of 16 bits is the rounding; the weight itself if it has another value since."""
+    return weight if summed is None or not torch.equal(summed.to(weight), weight) else summed
 
 
 def _factors_of(total: Tensor, weight: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
@@ -486,7 +491,8 @@ def _change_of(
     if base is None or found.quantised:
         return None, torch.zeros(1)
     layer = found.name
-    weight = found.as_base_matrix(network.get_submodule(layer).get_base_layer().weight.detach())
+    own = network.get_submodule(layer).get_base_layer().weight.detach()
+    weight = found.as_base_matrix(own)
     old = base.get(f"{layer}.weight")
     if old is None or found.as_base_matrix(old).shape != weight.shape:
         raise misconfigured(
@@ -496,7 +502,7 @@ def _change_of(
     before = found.as_base_matrix(old.detach()).cpu()
     if torch.equal(before.to(weight.dtype), weight.cpu()):
         return None, before
-    now = weight if summed is None else found.as_base_matrix(summed)
+    now = found.as_base_matrix(_before_rounding(own, summed))
     return now.double().cpu() - before.double(), before
 
 
