@@ -19,6 +19,7 @@ Parts = dict[str, Tensor]
 
 _CHANGE = "lowrank_change_"
 _PREPARED = "keeps_lowrank_change"
+_FOLDED = "lowrank_folded"
 _PARTS = ("B", "A", "product")
 
 
@@ -113,6 +114,16 @@ def peft_layers(module: nn.Module) -> Iterator[tuple[str, Any]]:
     for name, layer in module.named_modules():
         if hasattr(layer, "lora_A") and hasattr(layer, "lora_embedding_A") and hasattr(layer, "get_base_layer"):
             yield name, layer
+
+
+def mark_folded(layer: nn.Module) -> None:
+    """Record on a layer that PEFT wrapped that its base weight has changed. The base layer alone has no mark."""
+    vars(layer)[_FOLDED] = True
+
+
+def folded_layers(module: nn.Module) -> list[str]:
+    """Names of the layers that `mark_folded` marked."""
+    return [name for name, layer in module.named_modules() if vars(layer).get(_FOLDED, False)]
 
 
 def factor_names(module: nn.Module) -> Iterator[tuple[str, str, str]]:

@@ -21,7 +21,7 @@ from lightning_lowrank.buffers import persistent_buffers
 from lightning_lowrank.configuration import misconfigured
 from lightning_lowrank.extras import import_extra
 from lightning_lowrank.files import replacing
-from lightning_lowrank.internals.peft import peft_parameters
+from lightning_lowrank.internals.peft import folded_layers, peft_parameters
 from lightning_lowrank.interop.peft_layout import (
     CONFIG_FILE,
     PLAIN_STARTS,
@@ -45,7 +45,7 @@ _DENSE = "export dense weights instead, as `lightning-lowrank export` does by de
 _PART = (
     "so the adapters contain only a part of the training: give the original network, export_adapter(module, folder,"
     " base=pretrained_network), or to `lightning-lowrank export` the run's --config, which builds it; the changes then"
-    " become part of the adapters. Or {_DENSE}."
+    f" become part of the adapters. Or {_DENSE}."
 )
 
 
@@ -81,7 +81,9 @@ def export_adapter(
         base: The pretrained network as it was, dense, on any device. With it, all tensors that differ from it are
             written, trained or not, and if a layer's frozen weight differs, the difference is part of its adapter.
             Without it, methods that change the frozen weights (``FLoRA``, ``FedEx``, ``CoLR``, ``FedMUD``'s resets) are
-            refused in the module that they changed, and not noticed in another one that has loaded its state dict.
+            refused in the module that they changed, and not noticed in another one that has loaded its state dict. A
+            model that PEFT wrapped is refused if it has running statistics outside ``modules_to_save``, which training
+            may have changed.
         adapter: Which of PEFT's adapters; by default the active one.
 
     Returns:
@@ -363,6 +365,9 @@ def export_wrapped(
     tensors = peft.get_peft_model_state_dict(network, adapter_name=adapter, save_embedding_layers=False)
     inner = _inner(network)
     inside = next(each for each, part in module.named_modules() if part is inner)
+    folded = folded_layers(inner) if base is None else []
+    if folded:
+        raise misconfigured(f"updates were folded into the frozen weights of {join_names(folded)}, {_PART}")
     # Names of an injected adapter lack PEFT's prefix. Prompts have no prefix.
     before = "" if isinstance(network, peft.PeftModel) else PREFIX
     tensors = {f"{before}{key}": value for key, value in tensors.items()}
@@ -377,9 +382,11 @@ def export_wrapped(
         # Loading the folder must not change base weights again, nor draw an initialisation that fails for its ranks.
         config.init_lora_weights = True
         adapted = _put_changes(inner, adapter, config, tensors, base, sums, f"{inside}." if inside else "")
-    if base is not None:
-        # Trained biases are written under their own names, modules to save under their original names.
-        saved = (_WRAPPING.sub("", key.removeprefix(PREFIX)) for key in tensors)
+    # Trained biases are written under their own names, modules to save under their original names.
+    saved = {_unwrapped(key) for key in tensors}
+    if base is None:
+        _check_nothing_else(network, saved)
+    else:
         _check_unchanged(inner, base, {*(f"{layer}.weight" for layer in adapted), *saved})
     if not config.base_model_name_or_path:
         config.base_model_name_or_path = getattr(getattr(inner, "config", None), "_name_or_path", None) or None
@@ -504,6 +511,29 @@ def _change_of(
         return None, before
     now = found.as_base_matrix(_before_rounding(own, summed))
     return now.double().cpu() - before.double(), before
+
+
+def _unwrapped(name: str) -> str:
+    """The name that a tensor of a model that PEFT wrapped has in the original network."""
+    return _WRAPPING.sub("", name.removeprefix(PREFIX))
+
+
+def _check_nothing_else(network: nn.Module, saved: Collection[str]) -> None:
+    """Raise if a model that PEFT wrapped has trained parameters or running statistics that are not in ``saved``."""
+    _, added = peft_parameters(network)
+    names = [name for name, value in network.named_parameters() if value.requires_grad and value not in added]
+    names += [
+        name
+        for name in persistent_buffers(network)
+        if name.endswith(("running_mean", "running_var")) and ".modules_to_save." not in name
+    ]
+    others = [name for name in map(_unwrapped, names) if name not in saved]
+    if others:
+        raise misconfigured(
+            f"{join_names(others)} of the model that PEFT wrapped are trained, or statistics that training changes, and"
+            " belong to no adapter: name their modules in modules_to_save, or give the original network,"
+            f" export_adapter(module, folder, base=pretrained_network), if they have not changed. Or {_DENSE}."
+        )
 
 
 def _check_unchanged(network: nn.Module, base: Mapping[str, Tensor], held: Collection[str]) -> None:

@@ -19,6 +19,7 @@ from lightning_lowrank.internals.peft import (
     Parts,
     change_in,
     holds_numbers,
+    mark_folded,
     peft_layers,
     set_change,
     unlike_convolution,
@@ -99,6 +100,10 @@ class Adapter(ABC):
 
     @abstractmethod
     def _fold(self, matrix: Tensor, add: Add) -> None: ...
+
+    @abstractmethod
+    def mark_folded(self) -> None:
+        """Record on the layer that its base weight has changed, so that the factors are not all that was learnt."""
 
     @property
     def separate_change(self) -> Parts:
@@ -225,6 +230,9 @@ class _LayerAdapter(Adapter):
         weight = layer.factorization.as_weight(matrix.T if layer.first_is_input else matrix, layer.weight_shape)
         layer.add_to_frozen(self._without_padding("U", weight), add)
 
+    def mark_folded(self) -> None:
+        self._layers[0].folded = True
+
     def _without_padding(self, factor: str, value: Tensor) -> Tensor:
         # A tied layer of the same factors without padding, such as an output layer, trains this row.
         alike = len({getattr(layer, "padding_idx", None) for layer in self._layers}) == 1
@@ -299,6 +307,10 @@ class _PeftAdapter(Adapter):
         weight = self._layer.get_base_layer().weight
         matrix = matrix.to(working_dtype(weight.dtype))
         add(weight, (matrix.T if self._stored_by_input else matrix).reshape(weight.shape))
+        self.mark_folded()
+
+    def mark_folded(self) -> None:
+        mark_folded(self._layer)
 
 
 def find_adapters(module: nn.Module, adapter: str | None = None) -> dict[str, Adapter]:

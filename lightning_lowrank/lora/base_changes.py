@@ -50,11 +50,13 @@ class BaseChanges:
             copy_into(trained, base.state["factors"])
 
     def configure(self, base: Base) -> None:
-        """Set the change of each quantised layer."""
+        """Set the change of each quantised layer; in a resumed run, mark the layers whose base weights have changed."""
         changes = base.state.get("separate_changes", {})
         for layer, adapter in self.adapters.layers.items():
             if adapter.quantised:
                 adapter.separate_change = changes.get(layer, {})
+            elif base.state.get("folded"):
+                adapter.mark_folded()
 
     def announcement(self, found: Mapping[str, Broadcast], round_number: int) -> dict[str, Tensor]:
         """The tensors that announce a round's changes to all clients."""

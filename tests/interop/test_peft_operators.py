@@ -24,8 +24,11 @@ from lightning_lowrank import (
     export_adapter,
     lora,
 )
+from lightning_lowrank.federated.state import Base
 from lightning_lowrank.interop.checkpoints import adapter_checkpoint
 from lightning_lowrank.lora import Operator
+from lightning_lowrank.lora.adapters import Adapters, find_adapters
+from lightning_lowrank.lora.base_changes import BaseChanges
 from tests.grids import each_of, nightly_except, pairwise
 from tests.helpers import fit, trainer
 from tests.interop.helpers import config_of, peft, perturbed
@@ -119,6 +122,9 @@ def test_the_adapter_of_each_operator_is_whole_on_the_original_base(tmp_path, ne
     if operator.changes_base:
         with pytest.raises(MisconfigurationException, match="folds updates into the frozen weights"):
             export_adapter(module, tmp_path / "other")
+        # Also without the trainer.
+        with pytest.raises(MisconfigurationException, match=r"folded into the frozen weights of .*export dense"):
+            export_adapter(module.network, tmp_path / "other")
     else:
         assert {config["r"], *config["rank_pattern"].values()} == {2}
         export_adapter(module, tmp_path / "other")
@@ -309,6 +315,40 @@ def test_what_cannot_be_part_of_the_adapter_is_refused(tmp_path, init):
     with pytest.raises(MisconfigurationException, match=r"1.*running_mean.*1"):
         export_adapter(wrapped, tmp_path / "other", base=net)
     assert not (tmp_path / "other").exists()
+
+
+@pytest.mark.parametrize("resumed", [False, True])
+def test_a_base_weight_that_has_changed_is_told_from_its_layer(tmp_path, resumed):
+    net = nn.Sequential(nn.Linear(6, 5), nn.Linear(5, 4))
+    wrapped = peft().get_peft_model(copy.deepcopy(net), peft().LoraConfig(r=2, target_modules=["0"]))
+    adapters = find_adapters(wrapped)
+    if resumed:
+        changes = BaseChanges(lora.FLoRA())
+        changes.adapters = Adapters(adapters)
+        export_adapter(wrapped, tmp_path / "before")
+        changes.configure(Base(wrapped, seed=0, state={"folded": True}))
+    else:
+        adapters["base_model.model.0"].fold(torch.ones(5, 6))
+    with pytest.raises(MisconfigurationException, match="folded into the frozen weights of 0, so"):
+        export_adapter(copy.deepcopy(wrapped), tmp_path / "other")
+    export_adapter(wrapped, tmp_path / "whole", base=net)
+    # The merged network is the base of another adapter.
+    again = peft().get_peft_model(wrapped.merge_and_unload(), peft().LoraConfig(r=2, target_modules=["0"]))
+    export_adapter(again, tmp_path / "again")
+
+
+@pytest.mark.parametrize(("norm", "named"), [(nn.LayerNorm, r"1\.weight, 1\.bias"), (nn.BatchNorm1d, "1.running_mean")])
+def test_what_is_trained_outside_of_the_adapter_is_not_left_out(tmp_path, norm, named):
+    net = nn.Sequential(nn.Linear(6, 5), norm(5), nn.Linear(5, 4))
+    settings = {"r": 2, "target_modules": ["0"]}
+    wrapped = peft().get_peft_model(copy.deepcopy(net), peft().LoraConfig(**settings))
+    wrapped.base_model.model[1].requires_grad_(norm is nn.LayerNorm)
+    with pytest.raises(MisconfigurationException, match=rf"{named}.*modules_to_save"):
+        export_adapter(Labelling(wrapped), tmp_path / "other")
+    assert not (tmp_path / "other").exists()
+    export_adapter(Labelling(wrapped), tmp_path / "base", base=net)
+    saved = peft().get_peft_model(net, peft().LoraConfig(**settings, modules_to_save=["1"]))
+    export_adapter(Labelling(saved), tmp_path / "saved")
 
 
 def from_checkpoint(tmp_path, module, new):
