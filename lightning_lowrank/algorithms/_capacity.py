@@ -10,7 +10,6 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 
 import torch
-from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import Tensor
 
 from lightning_lowrank.aggregation.aggregator import to_float64
@@ -106,9 +105,3 @@ class PartAveraging(UnequalClients, ABC):
 
     def has_full_model(self, server: Server, client: ClientInfo, state: State) -> bool:
         return self._capacities.always(client, self.whole)
-
-
-def refuse_kept_moments(client: ClientContext, reason: str) -> None:
-    """Raise if a client kept optimizer state from an earlier round, in which it trained another part of the model."""
-    if "optimizers" in client.state:
-        raise MisconfigurationException(f"optimizer_state='keep' is not possible: {reason}. Use 'reset'.")

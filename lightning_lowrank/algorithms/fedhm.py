@@ -10,10 +10,10 @@ import torch
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import Tensor
 
-from lightning_lowrank.algorithms._capacity import copy_blocks_into, refuse_kept_moments
+from lightning_lowrank.algorithms._capacity import copy_blocks_into
 from lightning_lowrank.configuration import check_choice, check_number
 from lightning_lowrank.federated.algorithm import Claims, LocalStep
-from lightning_lowrank.federated.capacities import Capacities, Capacity
+from lightning_lowrank.federated.capacities import Capacities, Capacity, refuse_kept_moments
 from lightning_lowrank.federated.messages import Message
 from lightning_lowrank.federated.protocols import UnequalClients
 from lightning_lowrank.federated.state import Base, ClientContext, ClientInfo, Server, State

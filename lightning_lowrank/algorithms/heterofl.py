@@ -16,11 +16,11 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from lightning_lowrank.algorithms._capacity import PartAveraging, copy_blocks_into, leading, refuse_kept_moments
+from lightning_lowrank.algorithms._capacity import PartAveraging, copy_blocks_into, leading
 from lightning_lowrank.arguments import join_names
 from lightning_lowrank.configuration import check_choice, check_number
 from lightning_lowrank.federated.algorithm import LocalStep, detached
-from lightning_lowrank.federated.capacities import Capacities, Capacity
+from lightning_lowrank.federated.capacities import Capacities, Capacity, refuse_kept_moments
 from lightning_lowrank.federated.messages import Message
 from lightning_lowrank.federated.objective import present_classes
 from lightning_lowrank.federated.state import Base, ClientContext, ClientInfo, Server

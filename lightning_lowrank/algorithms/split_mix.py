@@ -9,10 +9,10 @@ import torch
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import Tensor, nn
 
-from lightning_lowrank.algorithms._capacity import PartAveraging, refuse_kept_moments
+from lightning_lowrank.algorithms._capacity import PartAveraging
 from lightning_lowrank.configuration import check_integer
 from lightning_lowrank.federated.algorithm import LocalStep
-from lightning_lowrank.federated.capacities import Capacities, Capacity
+from lightning_lowrank.federated.capacities import Capacities, Capacity, refuse_kept_moments
 from lightning_lowrank.federated.messages import Message
 from lightning_lowrank.federated.protocols import OwnSteps, Personal
 from lightning_lowrank.federated.state import Base, ClientContext, ClientInfo, Server, copy_into

@@ -9,7 +9,7 @@ import torch
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
 from lightning_lowrank.configuration import check_choice
-from lightning_lowrank.federated.state import ClientInfo
+from lightning_lowrank.federated.state import ClientContext, ClientInfo
 from lightning_lowrank.seeding import generator
 
 Capacity = Literal["fixed", "dynamic"]
@@ -68,3 +68,9 @@ class Capacities:
             self._credit[turn] -= 1
             self._turns.append(turn)
         return self.levels[self._turns[client]]
+
+
+def refuse_kept_moments(client: ClientContext, reason: str) -> None:
+    """Raise if a client kept optimizer state from an earlier round, in which it trained another part of the model."""
+    if "optimizers" in client.state:
+        raise MisconfigurationException(f"optimizer_state='keep' is not possible: {reason}. Use 'reset'.")

@@ -13,7 +13,7 @@ from lightning_lowrank.aggregation import DistanceRule
 from lightning_lowrank.arguments import join_names
 from lightning_lowrank.buffers import names_that_match
 from lightning_lowrank.federated.algorithm import Claims, LocalStep, detached
-from lightning_lowrank.federated.capacities import Capacity
+from lightning_lowrank.federated.capacities import Capacity, refuse_kept_moments
 from lightning_lowrank.federated.messages import Message
 from lightning_lowrank.federated.protocols import ChangesBase, Personal, UnequalClients
 from lightning_lowrank.federated.state import Base, ClientContext, ClientInfo, Server, State, copy_into
@@ -75,7 +75,8 @@ class FedLoRA(ChangesBase, UnequalClients, Personal):
 
     Raises:
         MisconfigurationException: If an argument is out of range, the module has no LoRA adapters, or the operator
-            does not suit them: clients of different rank although it needs equal ones, or a frozen factor that is zero.
+            does not suit them: clients of different rank although it needs equal ones, or a frozen factor that is zero;
+            or, in the dynamic setting, if a client kept an optimizer's state, which is of other slots.
         ValueError: In a round, if a client sends factors that are not finite; the server's state stays as it was.
 
     Example:
@@ -209,6 +210,8 @@ class FedLoRA(ChangesBase, UnequalClients, Personal):
 
     def begin(self, client: ClientContext, message: Message) -> None:
         """Load the message and the client's own values; slots beyond the client's rank are zero."""
+        if self._ranks.mixed and self.capacity == "dynamic":
+            refuse_kept_moments(client, "with capacity='dynamic' a client trains other slots in each round")
         factors, level = self._ranks.adapters.factors, self._ranks.level(client)
         values = {name: value for name, value in message.tensors.items() if name in client.model}
         came = {parameter: values[parameter] for parameter in factors if parameter in values}
@@ -223,10 +226,19 @@ class FedLoRA(ChangesBase, UnequalClients, Personal):
         copy_into(client.model, {**values, **{name: known[name] for name in self._kept}})
         self._exchange.received(client, came)
         self._slots.begin(client)
+        if self._ranks.mixed:
+            ones = {parameter: torch.ones_like(client.model[parameter]) for parameter in factors}
+            client.round_state["own_slots"] = self._ranks.cut(ones, level)
 
     def before_step(self, step: LocalStep) -> None:
+        """Drop the gradients of factors that are not trained, and the noise in slots beyond a client's rank."""
         for parameter in self.fixed_in_round(step.round):
             step.parameters[parameter].grad = None
+        for parameter, own in step.round_state.get("own_slots", {}).items():
+            gradient = step.parameters[parameter].grad
+            # It is zero in the other slots already, unless DifferentialPrivacy has added noise.
+            if gradient is not None:
+                gradient.mul_(own)
 
     def end(self, client: ClientContext) -> Message:
         """The factors that the operator uses, and the other tensors; the client's own factors stay in its state."""

@@ -3,7 +3,8 @@ import torch
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import nn
 
-from lightning_lowrank.algorithms._capacity import PartAveraging, copy_blocks_into, refuse_kept_moments
+from lightning_lowrank.algorithms._capacity import PartAveraging, copy_blocks_into
+from lightning_lowrank.federated.capacities import refuse_kept_moments
 from lightning_lowrank.federated.messages import Message
 from lightning_lowrank.federated.state import Base, ClientContext, ClientInfo, Server
 

@@ -32,6 +32,7 @@ from lightning_lowrank import (
     FedProx,
     FromIndices,
     Hadamard,
+    HeteroFL,
     LowRank,
     MaskAbsentClasses,
     MatrixProduct,
@@ -556,6 +557,37 @@ def test_a_factor_that_stands_still_takes_no_part_of_the_clip(tmp_path, algorith
     for number, trained in factor.items():
         factors = {name.rsplit(".", 1)[-1] for name in module.seen[number] if ".factors." in name}
         assert factors == {names[trained]}
+
+
+@pytest.mark.parametrize(
+    "algorithm",
+    [
+        FedLoRA(SumProduct(), ranks=[2, 1]),
+        pytest.param(FedLoRA(SumProduct(), levels=(1.0, 0.5), capacity="dynamic"), marks=pytest.mark.slow),
+        HeteroFL((1.0, 0.5)),
+    ],
+    ids=["ranks", "levels", "channels"],
+)
+def test_noise_does_not_train_what_a_client_lacks(tmp_path, algorithm, monkeypatch):
+    lacked, end = {}, type(algorithm).end
+
+    def watched(self, client):
+        message = end(self, client)
+        for name, value in message.tensors.items():
+            trained = client.model[name].detach().clone()
+            if value.shape != trained.shape:
+                trained[tuple(map(slice, value.shape))] = 0
+                lacked[name] = max(trained.abs().max().item(), lacked.get(name, 0))
+        return message
+
+    monkeypatch.setattr(type(algorithm), "end", watched)
+    low_rank = LowRank(MatrixProduct(), rank=2, alpha=2, init="lora", freeze_rest=True, summary=False)
+    loop = FederatedLoop(algorithm, clients=2, summary=False, local_steps=2)
+    module = Module(network(), partial(torch.optim.AdamW, lr=0.1, weight_decay=0.1))
+    callbacks = [loop, private()] if isinstance(algorithm, HeteroFL) else [low_rank, loop, private()]
+    fit(trainer(tmp_path, *callbacks, max_epochs=2), module, Data(blobs(32)))
+    assert lacked
+    assert not any(lacked.values()), lacked
 
 
 @pytest.mark.slow

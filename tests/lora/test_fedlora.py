@@ -593,6 +593,13 @@ def test_refuses_modules(tmp_path, algorithm, lowrank, message):
         federate(tmp_path, algorithm, lowrank)
 
 
+@pytest.mark.slow
+def test_refuses_kept_moments_of_other_slots(tmp_path):
+    with pytest.raises(MisconfigurationException, match="optimizer_state='keep'"):
+        federate(tmp_path, FedLoRA(RBLA(), levels=(1.0, 0.5), capacity="dynamic"), optimizer_state="keep")
+    federate(tmp_path, FedLoRA(RBLA(), levels=(1.0, 0.5)), optimizer_state="keep")
+
+
 class Tokens(nn.Module):
     def __init__(self, tied):
         super().__init__()
