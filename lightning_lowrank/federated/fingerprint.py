@@ -152,7 +152,7 @@ def _callbacks(trainer: Any) -> dict[str, Any]:
 
 def _module(module: Any) -> dict[str, Any]:
     trained = [name for name, value in module.named_parameters() if value.requires_grad]
-    layers = {name: layer for name, layer in module.named_modules() if layer.extra_repr() or not any(layer.children())}
+    layers = {name: layer for name, layer in module.named_modules() if layer.extra_repr() or not list(layer.children())}
     return {
         "trained": f"{len(trained)} parameters, digest {digest(trained)}",
         "hparams": describe(module.hparams),

@@ -26,7 +26,7 @@ from lightning_lowrank.interop.peft_export import (
     wrapped_tensors,
     write_adapter,
 )
-from lightning_lowrank.interop.peft_layout import Outline, check_folder, check_path_and_module
+from lightning_lowrank.interop.peft_layout import Outline, check_folder, check_path_and_module, uncompiled
 from lightning_lowrank.layers import LayerSpec, dense_state_dict
 
 TRAINED_CHECKPOINTS = "TrainedCheckpoints"
@@ -173,10 +173,12 @@ def _wrapped_adapter(checkpoint: dict[str, Any], state: Mapping[str, Any], folde
 
 def _put_back_frozen(checkpoint: dict[str, Any], layers: Sequence[LayerSpec], module: nn.Module) -> None:
     """Restore frozen weights in the checkpoint of a converted module, from the unconverted ``module``."""
-    own: dict[str, Tensor | None] = dict(module.named_parameters(remove_duplicate=False))
+    named = {uncompiled(name): value for name, value in module.named_parameters(remove_duplicate=False)}
+    digests = checkpoint["callbacks"][TRAINED_CHECKPOINTS].get("base", {})
+    own: dict[str, Tensor | None] = {name: named.get(uncompiled(name)) for name in digests}
     for spec in layers:
         for name in (spec.name, *spec.aliases):
-            own[f"{name}.frozen_weight"] = own.get(f"{name}{spec.suffix}")
+            own[f"{name}.frozen_weight"] = named.get(uncompiled(f"{name}{spec.suffix}"))
     restore_frozen(checkpoint, own, "the module")
 
 
@@ -385,13 +387,8 @@ def load_dense(path: str | Path, module: nn.Module, client: int | str | None = N
     """
     check_path_and_module("load_dense(path, module)", path, module)
     state = dense_checkpoint(path, client, module)
-    own = {_uncompiled(name): name for name in module.state_dict()}
-    renamed = {own.get(_uncompiled(name), name): value for name, value in state.items()}
+    own = {uncompiled(name): name for name in module.state_dict()}
+    renamed = {own.get(uncompiled(name), name): value for name, value in state.items()}
     # load_state_dict() also reads the layers' versions from the original dictionary.
     module.load_state_dict(state if renamed.keys() == state.keys() else renamed)
     return module
-
-
-def _uncompiled(name: str) -> str:
-    """A tensor's name without the prefix that `torch.compile` adds by wrapping modules."""
-    return name.replace("_orig_mod.", "")

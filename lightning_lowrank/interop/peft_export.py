@@ -22,6 +22,7 @@ from lightning_lowrank.configuration import misconfigured
 from lightning_lowrank.extras import import_extra
 from lightning_lowrank.files import replacing
 from lightning_lowrank.internals.peft import folded_layers, peft_parameters
+from lightning_lowrank.internals.torch import own_children
 from lightning_lowrank.interop.peft_layout import (
     CONFIG_FILE,
     PLAIN_STARTS,
@@ -33,6 +34,7 @@ from lightning_lowrank.interop.peft_layout import (
     check_path_and_module,
     outline,
     trained_in_fits,
+    uncompiled,
 )
 from lightning_lowrank.layers import CoreProduct, low_rank_layers
 from lightning_lowrank.lora.adapters import Adapter, find_adapters
@@ -121,7 +123,7 @@ def export_adapter(
                 if base is None:
                     refuse_changed_base(type(loop.algorithm).__name__, loop.server.base.state)
     if described is None:
-        original = None if base is None else dict(_tensors(base))
+        original = None if base is None else {uncompiled(name): value for name, value in _tensors(base)}
         return export_wrapped(module, Path(folder), adapter, original, sums)
     if adapter is not None:
         raise misconfigured(f"adapter={adapter!r} is for a model that PEFT wrapped, and the module holds none.")
@@ -163,6 +165,9 @@ def write_adapter(
     """
     import peft
 
+    described = described.uncompiled()
+    tensors, sums = ({uncompiled(name): value for name, value in each.items()} for each in (tensors, sums))
+    before = None if base is None else {uncompiled(name): value for name, value in base.state_dict().items()}
     layers = described.layers
     if not layers:
         raise misconfigured(
@@ -189,8 +194,8 @@ def write_adapter(
             ' which names in the folder would be relative: give prefix="" to make the whole module the base model, or'
             " freeze the parameters outside."
         )
-    changed = _changed(described, tensors, root, base)
-    layers, tensors = _with_changes(described.layers, tensors, changed, root, base, sums)
+    changed = _changed(described, tensors, root, before)
+    layers, tensors = _with_changes(described.layers, tensors, changed, root, before or {}, sums)
     changed -= {f"{layer.name}.frozen_weight" for layer in layers}
     biases = {f"{layer.name}.bias" for layer in layers} & described.parameters.keys()
     with_biases = bool(changed & biases)
@@ -238,12 +243,13 @@ def root_of(described: Outline, prefix: str | None) -> str:
     return f"{prefix}." if prefix else ""
 
 
-def _changed(described: Outline, tensors: Mapping[str, Tensor], root: str, base: nn.Module | None) -> set[str]:
+def _changed(
+    described: Outline, tensors: Mapping[str, Tensor], root: str, before: Mapping[str, Tensor] | None
+) -> set[str]:
     """Names of parameters and buffers, except factors, that differ from those of the pretrained network."""
-    if base is None:
+    if before is None:
         trained = {name for name, trained in described.parameters.items() if trained}
         return trained | {name for name in described.buffers if name.startswith(root)}
-    before = base.state_dict()
     layers = {f"{layer.name}.frozen_weight": f"{layer.name}.weight" for layer in described.layers}
     factors = {key for layer in described.layers for key in (layer.A, layer.B, *layer.core)}
     changed = set()
@@ -267,11 +273,10 @@ def _with_changes(
     tensors: Mapping[str, Tensor],
     changed: set[str],
     root: str,
-    base: nn.Module | None,
+    before: Mapping[str, Tensor],
     sums: Mapping[str, Tensor],
 ) -> tuple[tuple[LayerOutline, ...], Mapping[str, Tensor]]:
     """Layers and tensors with changes of frozen weights folded into the factors."""
-    before = {} if base is None else base.state_dict()
     found: list[LayerOutline] = []
     tensors = dict(tensors)
     for layer in layers:
@@ -316,7 +321,7 @@ def wrapped_tensors(module: nn.Module) -> dict[str, Tensor]:
     network, name = _inner(wrapped), _chosen(wrapped, None)
     _, added = peft_parameters(network)
     found = {
-        _WRAPPING.sub("", name): value.detach().clone()
+        uncompiled(_WRAPPING.sub("", name)): value.detach().clone()
         for name, value in _tensors(network)
         if value not in added and ".modules_to_save." not in name
     }
@@ -333,7 +338,7 @@ def wrapped_tensors(module: nn.Module) -> dict[str, Tensor]:
     for layer, adapter in find_adapters(network, name).items():
         pair = adapter.pair(parameters, adapter.rank, adapter.scaling)
         product = pair.scaling * pair.B.detach().double() @ pair.A.detach().double()
-        weight = found[f"{layer}.weight"]
+        weight = found[f"{uncompiled(layer)}.weight"]
         matrix = adapter.as_base_matrix(weight)
         matrix.copy_(matrix.double() + product)
     return found
@@ -370,7 +375,7 @@ def export_wrapped(
         raise misconfigured(f"updates were folded into the frozen weights of {join_names(folded)}, {_PART}")
     # Names of an injected adapter lack PEFT's prefix. Prompts have no prefix.
     before = "" if isinstance(network, peft.PeftModel) else PREFIX
-    tensors = {f"{before}{key}": value for key, value in tensors.items()}
+    tensors = {uncompiled(f"{before}{key}"): value for key, value in tensors.items()}
     adapted: Collection[str] = ()
     if config.peft_type == peft.PeftType.LORA:
         moved = _moving_start(config) is not None
@@ -395,7 +400,8 @@ def export_wrapped(
 
 def _wrapped(module: nn.Module) -> Any:
     """The model that PEFT wrapped, or into which PEFT injected adapters."""
-    found = [(name, part) for name, part in module.named_modules() if hasattr(part, "peft_config")]
+    parts = [(name, part) for name, part in module.named_modules() if "_orig_mod" not in own_children(part)]
+    found = [(name, part) for name, part in parts if hasattr(part, "peft_config")]
     # PEFT's outermost module has the configurations of the inner ones.
     found = [
         each
@@ -415,7 +421,8 @@ def _inner(network: Any) -> nn.Module:
     """The model without PEFT's wrapper, if there is one."""
     import peft
 
-    return network.get_base_model() if isinstance(network, peft.PeftModel) else network
+    inner = network.get_base_model() if isinstance(network, peft.PeftModel) else network
+    return own_children(inner).get("_orig_mod", inner)
 
 
 def _chosen(network: Any, adapter: str | None) -> str:
@@ -471,20 +478,21 @@ def _put_changes(
         total = change + found.scaling * own.B.detach().double().cpu() @ own.A.detach().double().cpu()
         B, A = _factors_of(total, weight, own.B.dtype)
         for which, value in (("B", B), ("A", A)):
-            key = re.sub(rf"\.{re.escape(adapter)}(?=\.weight$|$)", "", found.parameters[which])  # type: ignore[index]
+            key = re.sub(rf"\.{re.escape(adapter)}(?=\.weight$|$)", "", uncompiled(found.parameters[which]))  # type: ignore[index]
             assert PREFIX + key in tensors, key
             tensors[PREFIX + key] = found.value(which, value)  # type: ignore[arg-type]
-        ranks[layer] = len(A)
-        alphas[layer] = math.sqrt(len(A)) if config.use_rslora else float(len(A))
+        ranks[uncompiled(layer)] = len(A)
+        alphas[uncompiled(layer)] = math.sqrt(len(A)) if config.use_rslora else float(len(A))
     if ranks:
         # A pattern for each layer, because PEFT uses the first that matches, and a user's pattern may match too.
         for layer, found in adapters.items():
+            layer = uncompiled(layer)
             if layer not in ranks:
                 ranks[layer] = found.rank
                 alphas[layer] = found.scaling * (math.sqrt(found.rank) if config.use_rslora else found.rank)
         config.r, config.rank_pattern = _most_common(ranks)
         config.lora_alpha, config.alpha_pattern = _most_common(alphas)
-    return adapters
+    return [uncompiled(layer) for layer in adapters]
 
 
 def _change_of(
@@ -500,7 +508,7 @@ def _change_of(
     layer = found.name
     own = network.get_submodule(layer).get_base_layer().weight.detach()
     weight = found.as_base_matrix(own)
-    old = base.get(f"{layer}.weight")
+    old = base.get(f"{uncompiled(layer)}.weight")
     if old is None or found.as_base_matrix(old).shape != weight.shape:
         raise misconfigured(
             f"base has no weight of {layer} of shape {tuple(weight.shape)}: it must be the network as it was before"
@@ -514,8 +522,8 @@ def _change_of(
 
 
 def _unwrapped(name: str) -> str:
-    """The name that a tensor of a model that PEFT wrapped has in the original network."""
-    return _WRAPPING.sub("", name.removeprefix(PREFIX))
+    """The name in the original network of a tensor that has PEFT's prefix."""
+    return uncompiled(_WRAPPING.sub("", name.removeprefix(PREFIX)))
 
 
 def _check_nothing_else(network: nn.Module, saved: Collection[str]) -> None:
@@ -538,7 +546,7 @@ def _check_nothing_else(network: nn.Module, saved: Collection[str]) -> None:
 
 def _check_unchanged(network: nn.Module, base: Mapping[str, Tensor], held: Collection[str]) -> None:
     """Raise if tensors other than those in ``held`` differ from the original network."""
-    own = {_WRAPPING.sub("", name): value for name, value in _tensors(network)}
+    own = {uncompiled(_WRAPPING.sub("", name)): value for name, value in _tensors(network)}
     differ = [
         name
         for name, before in base.items()

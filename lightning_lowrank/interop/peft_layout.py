@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 import os
+import re
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -81,6 +82,18 @@ class Outline:
     def to_dict(self) -> dict[str, Any]:
         """The fields as plain Python, for a checkpoint."""
         return asdict(self)
+
+    def uncompiled(self) -> Outline:
+        """The outline of the same module without `torch.compile`."""
+
+        def renamed(value: Any) -> Any:
+            if isinstance(value, dict):
+                return {renamed(key): renamed(each) for key, each in value.items()}
+            if isinstance(value, tuple):
+                return tuple(map(renamed, value))
+            return uncompiled(value) if isinstance(value, str) else value
+
+        return Outline.from_dict(renamed(self.to_dict()))
 
     @classmethod
     def from_dict(cls, fields: Mapping[str, Any]) -> Outline:
@@ -197,6 +210,16 @@ def unsupported_layer(layer: nn.Module, kind: str) -> str:
         return f"PEFT has no LoRA for {kind}"
     unlike = unlike_convolution(layer)
     return f"it has {unlike}, which PEFT's adapters of convolutions leave out" if unlike else ""
+
+
+def uncompiled(name: str) -> str:
+    """A module's or tensor's name without the parts that `torch.compile` adds by wrapping modules.
+
+    Example:
+        >>> uncompiled("network._orig_mod.0.weight"), uncompiled("_orig_mod.0"), uncompiled("network._orig_mod")
+        ('network.0.weight', '0', 'network')
+    """
+    return re.sub(r"(^|\.)_orig_mod(?=\.|$)", "", name).lstrip(".")
 
 
 def module_names(module: nn.Module) -> dict[nn.Module, list[str]]:

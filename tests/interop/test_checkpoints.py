@@ -25,6 +25,7 @@ from lightning_lowrank import (
     MatrixProduct,
     SplitMix,
     StaticBatchNorm,
+    TrainedCheckpoints,
     load_dense,
 )
 from lightning_lowrank.cli import main
@@ -154,18 +155,31 @@ def test_a_model_that_was_judged_before_statistics_are_static_is_given(tmp_path)
     assert not torch.equal(weights(plain)["net.1.running_mean"], torch.zeros(16))
 
 
-@daily("plain")
+class Without(nn.Module):
+    """A network without ``len()``, which torch's wrapper of a compiled network has."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = network()
+
+    def forward(self, inputs):
+        return self.layers(inputs)
+
+
+@daily("plain-True")
+@pytest.mark.parametrize("left_out", [False, True])
 @pytest.mark.parametrize("compiled", ["run", "plain", "both"])
-def test_a_compiled_modules_run_loads_into_a_plain_one(tmp_path, compiled):
+def test_a_compiled_modules_run_loads_into_a_plain_one(tmp_path, compiled, left_out):
     def module(compiles):
-        net = network()
+        torch.manual_seed(0)
+        net = Without()
         return Module(torch.compile(net, backend="eager") if compiles else net)
 
     trained = module(compiled != "plain")
     loop = FederatedLoop(FedAvg(), clients=2, summary=False, execution="sequential")
-    low_rank = LowRank(MatrixProduct(), rank=2, role="update", allow_larger=True, summary=False)
-    saver = ModelCheckpoint(tmp_path, "run")
-    fit(trainer(tmp_path, low_rank, loop, saver, max_epochs=1, limit_val_batches=0), trained, Data())
+    low_rank = LowRank(MatrixProduct(), rank=2, freeze_rest=True, summary=False, **LORA)
+    savers = [ModelCheckpoint(tmp_path, "run"), *([TrainedCheckpoints()] if left_out else [])]
+    fit(trainer(tmp_path, low_rank, loop, *savers, max_epochs=1, limit_val_batches=0), trained, Data())
     plain = load_dense(tmp_path / "run.ckpt", module(compiled != "run"))
     inputs = blobs().tensors[0]
     torch.testing.assert_close(plain.net(inputs), trained.net(inputs), rtol=1e-5, atol=1e-5)

@@ -110,6 +110,39 @@ def test_cores_beside_a_changed_weight_are_part_of_the_change(tmp_path, heads, a
     assert not torch.allclose(loaded(inputs), base(inputs), atol=1e-3)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("with_base", [False, True])
+@pytest.mark.parametrize("form", ["ours", "peft"])
+@pytest.mark.parametrize("part", ["", "block", "network"])
+def test_the_adapter_of_a_compiled_network_is_that_of_the_plain_one(tmp_path, form, part, with_base):
+    inner, kept = Images().eval(), ["head", "norm"]
+    base = copy.deepcopy(inner)
+    if form == "ours":
+        settings = {"include": ["stem", "block.2"], "freeze_rest": True, "keep_trained": kept, **LORA}
+        convert(inner, MatrixProduct("channel"), rank={"block.2": 1, "*": 2}, alpha=3, **settings)
+        module = inner
+    else:
+        settings = {"target_modules": ["stem", "block.2"], "modules_to_save": kept, "rank_pattern": {"block.2": 1}}
+        module = peft().get_peft_model(inner, peft().LoraConfig(r=2, **settings))
+    perturbed(module)
+    if with_base:
+        layer = inner.block[2]
+        with torch.no_grad():
+            (layer.frozen_weight if form == "ours" else layer.base_layer.weight).add_(0.1)
+    plain = export_adapter(module, tmp_path / "plain", base=base if with_base else None)
+    if part == "block":
+        inner.block = torch.compile(inner.block)
+    elif part == "network" and form == "peft":
+        module.base_model.model = torch.compile(inner)
+    else:
+        module = torch.compile(module)
+    folder = export_adapter(module, tmp_path / "compiled", base=torch.compile(base) if with_base else None)
+    assert config_of(folder) == config_of(plain)
+    first, second = (safetensors.torch.load_file(each / "adapter_model.safetensors") for each in (plain, folder))
+    assert first.keys() == second.keys()
+    assert all(torch.equal(first[name], second[name]) for name in first)
+
+
 def test_the_configuration_says_what_differs_between_layers(tmp_path):
     base = Gpt()
     convert(base, MatrixProduct(), rank={"square": 2, "wide": 2, "last": 1}, alpha=3, **LORA, freeze_rest=True)
