@@ -113,6 +113,17 @@ class TrainedCheckpoints(Configured, Callback):
         self._changed |= {
             name for name, value in self._base.items() if memory_fingerprint(value) != self._marks.get(name)
         }
+        assert self._module is not None
+        # PEFT replaces the parameters of nn.MultiheadAttention in each forward pass, with rounded values.
+        for name, value in self._module.named_parameters(remove_duplicate=False):
+            first = self._base.get(name, value)
+            if value is not first and name not in self._changed and digest_of(value) != self._digest(name):
+                self._changed.add(name)
+
+    def _digest(self, name: str) -> str:
+        if name not in self._digests:
+            self._digests[name] = digest_of(self._base[name])
+        return self._digests[name]
 
     def _note_trained(self) -> None:
         # Fused optimizers write without increasing a tensor's version.
@@ -151,11 +162,8 @@ class TrainedCheckpoints(Configured, Callback):
     def state_dict(self) -> dict[str, Any]:
         """Digests and types of the weights that checkpoints leave out."""
         left_out = self._left_out()
-        for name in left_out:
-            if name not in self._digests:
-                self._digests[name] = digest_of(self._base[name])
         return {
-            "base": {name: self._digests[name] for name in left_out},
+            "base": {name: self._digest(name) for name in left_out},
             "types": {name: self._base[name].dtype for name in left_out},
         }
 

@@ -200,6 +200,24 @@ def test_what_was_frozen_again_is_saved(tmp_path, fused):
     fit(trainer(tmp_path, TrainedCheckpoints(), max_epochs=4), partly_frozen(), Data(), ckpt_path=tmp_path / "run.ckpt")
 
 
+@pytest.mark.parametrize("factor", [1.0, 2.0])
+def test_a_frozen_parameter_that_is_replaced_by_other_values_is_saved(tmp_path, factor):
+    class Replacing(Module):
+        def training_step(self, batch, batch_idx):
+            self.net[0].weight = nn.Parameter(self.net[0].weight.detach() * factor, requires_grad=False)
+            return super().training_step(batch, batch_idx)
+
+    module = Replacing(network())
+    module.net[0].requires_grad_(False)
+    runs = trainer(tmp_path, TrainedCheckpoints(), max_epochs=1, limit_train_batches=2, limit_val_batches=0)
+    fit(runs, module, Data())
+    runs.save_checkpoint(tmp_path / "run.ckpt")
+    saved = torch.load(tmp_path / "run.ckpt", weights_only=True)
+    assert list(saved["callbacks"]["TrainedCheckpoints"]["base"]) == ["net.0.weight", "net.0.bias"][factor == 2 :]
+    if factor == 2:
+        assert torch.equal(saved["state_dict"]["net.0.weight"].cpu(), 4 * network()[0].weight)
+
+
 @pytest.mark.slow
 def test_a_changed_base_stays_saved_after_a_resume(tmp_path):
     run(tmp_path / "first", "FLoRA", TrainedCheckpoints())
