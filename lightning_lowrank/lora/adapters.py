@@ -298,6 +298,18 @@ class _PeftAdapter(Adapter):
     def _stored_by_input(self) -> bool:
         return self._embedding or getattr(self._layer, "fan_in_fan_out", False)
 
+    def tensors(self, pair: LowRankPair, scaling: float, folded: Collection[Name]) -> dict[str, Tensor]:
+        """See `Adapter.tensors`; the column of an embedding's padding is zero."""
+        found = super().tensors(pair, scaling, folded)
+        return {**found, self.parameters["A"]: self._without_padding(found[self.parameters["A"]])}
+
+    def _without_padding(self, matrix: Tensor) -> Tensor:
+        padding = getattr(self._layer.get_base_layer(), "padding_idx", None) if self._embedding else None
+        # The row of a weight that is shared with an output layer is trained there.
+        if padding is None or self.unfoldable:
+            return matrix
+        return matrix.index_fill(1, torch.tensor([padding], device=matrix.device), 0)
+
     def _fold(self, matrix: Tensor, add: Add) -> None:
         if self.quantised:
             raise ValueError(
@@ -305,7 +317,7 @@ class _PeftAdapter(Adapter):
                 " `separate_change`."
             )
         weight = self._layer.get_base_layer().weight
-        matrix = matrix.to(working_dtype(weight.dtype))
+        matrix = self._without_padding(matrix.to(working_dtype(weight.dtype)))
         add(weight, (matrix.T if self._stored_by_input else matrix).reshape(weight.shape))
         self.mark_folded()
 

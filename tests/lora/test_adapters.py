@@ -224,3 +224,21 @@ def test_a_module_of_both_kinds():
     module = nn.ModuleDict({"ours": nn.Sequential(nn.Linear(4, 4)), "theirs": copy.deepcopy(inner)})
     convert(module, MatrixProduct(), rank=1, include=["ours"])
     assert list(find_adapters(module)) == ["ours.0", "theirs.base_model.model.linear"]
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_the_padding_of_an_embedding_that_peft_wrapped_stays(tied):
+    net = nn.ModuleDict({"table": nn.Embedding(7, 6, padding_idx=2), "out": nn.Linear(6, 7)})
+    if tied:
+        net["out"].weight = net["table"].weight
+    settings = {"r": 2, "target_modules": ["table"], "init_lora_weights": False}
+    adapter = find_adapters(peft().get_peft_model(net, peft().LoraConfig(**settings)))["base_model.model.table"]
+    pair = LowRankPair(torch.ones(6, 2), torch.ones(2, 7), 0.5)
+    factors = adapter.tensors(pair, 0.5, {"B"})
+    columns = [True, True, tied, True, True, True, True]
+    assert factors[adapter.parameters["A"]].any(dim=0).tolist() == columns
+    assert factors[adapter.parameters["B"]].all()
+    if not tied:
+        before = net["table"].base_layer.weight.detach().clone()
+        adapter.fold(pair)
+        assert (net["table"].base_layer.weight != before).any(dim=1).tolist() == columns
