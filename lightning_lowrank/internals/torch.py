@@ -378,6 +378,18 @@ def own_buffers(module: nn.Module) -> MutableMapping[str, Any]:
     return module._buffers
 
 
+def remove_forward_hooks(module: nn.Module, *functions: Callable[..., Any]) -> None:
+    """Remove a module's forward hooks and pre-hooks that are one of these functions.
+
+    There is no public way without their handles, which copies of the module do not share.
+    """
+    for kind in ("_forward_pre_hooks", "_forward_hooks"):
+        hooks = getattr(module, kind)
+        for key in [key for key, hook in hooks.items() if hook in functions]:
+            for table in (kind, f"{kind}_with_kwargs", f"{kind}_always_called"):
+                getattr(module, table, {}).pop(key, None)
+
+
 def has_hooks(tensor: Tensor) -> bool:
     """Whether a tensor has gradient hooks, as from `Tensor.register_hook`."""
     return bool(tensor._backward_hooks or getattr(tensor, "_post_accumulate_grad_hooks", None))

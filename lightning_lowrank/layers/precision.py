@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lightning_lowrank.internals.torch import own_parameters
+from lightning_lowrank.internals.torch import own_buffers, own_parameters, remove_forward_hooks
 
 _BEFORE = "narrow_type"
 
@@ -31,6 +31,22 @@ def widen(model: nn.Module, parameters: Collection[nn.Parameter]) -> None:
             module.register_forward_hook(_as_before)
     for parameter in narrow:
         parameter.data = parameter.data.float()
+
+
+def hand_over(source: nn.Module, target: nn.Module) -> None:
+    """Have `narrow` give a module the dtype that ``source`` had before `widen`."""
+    if _BEFORE in own_buffers(source):
+        target.register_buffer(_BEFORE, own_buffers(source)[_BEFORE], persistent=False)
+
+
+def narrow(module: nn.Module) -> None:
+    """Undo `widen` of a module, without its children: round its parameters, and remove hooks and buffer."""
+    remove_forward_hooks(module, _as_parameters, _as_before)
+    if _BEFORE in own_buffers(module):
+        for parameter in own_parameters(module).values():
+            if parameter is not None:
+                parameter.data = parameter.data.to(module.get_buffer(_BEFORE).dtype)
+        delattr(module, _BEFORE)
 
 
 def widened(model: nn.Module, parameters: Collection[nn.Parameter]) -> set[nn.Parameter]:

@@ -14,6 +14,7 @@ from lightning_lowrank.internals.torch import copy_versions, own_children
 from lightning_lowrank.layers.attention import LowRankMultiheadAttention
 from lightning_lowrank.layers.factorization import HalfFrozen, factorization_from_dict
 from lightning_lowrank.layers.layer import LowRankLayer, combine, low_rank_layers
+from lightning_lowrank.layers.precision import hand_over, narrow
 from lightning_lowrank.layers.settings import Role
 
 
@@ -92,8 +93,9 @@ def recover(model: nn.Module) -> nn.Module:
     """Turn every low-rank layer into the dense layer with the same weight, in place.
 
     The dense weights are new parameters, trainable where the weights were before the conversion; biases and
-    hooks are the layers' own. Other parameters that ``freeze_rest`` froze stay frozen. Nothing of this package is
-    left in the model, which ``torch.load`` reads without it.
+    hooks are the layers' own. Other parameters that ``freeze_rest`` froze stay frozen. Parameters that ``freeze_rest``
+    trained in single precision in a model of 16 bits are rounded to 16 bits. Nothing of this package is left in the
+    model, which ``torch.load`` reads without it.
 
     Args:
         model: A converted model. One without low-rank layers is returned unchanged.
@@ -126,16 +128,20 @@ def recover(model: nn.Module) -> nn.Module:
             for name in module.PROJECTIONS:
                 projection = own_children(module).get(name)
                 if isinstance(projection, LowRankLayer):
+                    hand_over(projection.factors, dense)
                     weight = dense.get_parameter(f"{name}_weight")
                     setattr(dense, f"{name}_weight", tied.setdefault(projection.factors, weight))
     replace_modules(attentions)
     layers: dict[nn.Module, nn.Module] = {}
     for _, layer in low_rank_layers(model):
         layers[layer] = plain = layer.to_dense(hooks=True)
+        hand_over(layer, plain)
+        hand_over(layer.factors, plain)
         plain.weight = tied.setdefault(layer.factors, plain.get_parameter("weight"))
     replace_modules(layers)
     for part in model.modules():
-        for name in ("frozen_for_factors", "buffers_before_training"):
+        narrow(part)
+        for name in ("frozen_for_factors", "buffers_before_training", "lowrank_conversion"):
             vars(part).pop(name, None)
     return model
 

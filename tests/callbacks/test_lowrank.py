@@ -113,6 +113,7 @@ def test_the_same_callback_serves_a_second_run(tmp_path):
     with pytest.raises(MisconfigurationException, match=r"LowRank.*lightning_lowrank\.recover"):
         trainer(tmp_path, LowRank(MatrixProduct(), rank=3, summary=False)).validate(module, Data(), verbose=False)
     recover(module)
+    assert not hasattr(module, "lowrank_conversion")
     fit(trainer(tmp_path, LowRank(MatrixProduct(), rank=3, summary=False), max_epochs=1), module, Data())
     assert module.net[0].rank == 3
 

@@ -91,6 +91,28 @@ def test_the_tables_of_a_module():
     assert [*internals.own_children(nn.Sequential(child, child))] == ["0", "1"]
 
 
+def test_forward_hooks_are_removed_by_their_functions():
+    calls = []
+
+    def before(module, arguments, keywords):
+        calls.append("before")
+
+    def after(module, arguments, output):
+        calls.append("after")
+
+    layer = nn.Identity()
+    layer.register_forward_pre_hook(before, with_kwargs=True)
+    layer.register_forward_hook(after, always_call=True)
+    kept = layer.register_forward_hook(lambda *_: calls.append("kept"))
+    internals.remove_forward_hooks(layer, before, after)
+    layer(torch.zeros(1))
+    assert calls == ["kept"]
+    kept.remove()
+    tables = {name: value for name, value in vars(layer).items() if name.startswith("_forward")}
+    assert len(tables) == 5
+    assert not any(tables.values())
+
+
 def test_state_dicts_tell_versions():
     source, target = nn.BatchNorm1d(3).state_dict(), {}
     holder = type(source)(target)

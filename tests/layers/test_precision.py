@@ -1,13 +1,14 @@
 """Trained parts of a model whose other weights have 16 bits."""
 
 import copy
+import pickle
 from collections import OrderedDict
 
 import pytest
 import torch
 from torch import nn
 
-from lightning_lowrank.layers import MatrixProduct, convert
+from lightning_lowrank.layers import MatrixProduct, convert, recover
 
 
 class Encoder(nn.Module):
@@ -115,3 +116,17 @@ def test_what_is_given_and_returned_keeps_its_class():
     assert isinstance(answer, Answer)
     assert answer.logits is answer["logits"]
     assert {answer.logits.dtype, answer["states"][0].dtype} == {torch.bfloat16}
+
+
+@pytest.mark.parametrize("settings", [{}, {"role": "weight", "keep": ["*bias", "head"]}], ids=["update", "weight"])
+def test_a_recovered_model_has_its_former_types_and_nothing_of_this_package(settings):
+    model, calls = copy.deepcopy(converted(**settings)), []
+    model.head.register_forward_hook(lambda *_: calls.append(1))
+    expected = model(TOKENS)
+    recover(model)
+    assert {value.dtype for value in model.state_dict().values()} == {torch.bfloat16}
+    assert not dict(model.named_buffers())
+    torch.testing.assert_close(model(TOKENS), expected, rtol=0.02, atol=0.02)
+    assert len(calls) == 2
+    model.head._forward_hooks.clear()
+    assert b"lightning_lowrank" not in pickle.dumps(model)
