@@ -164,7 +164,7 @@ def _wrapped_adapter(checkpoint: dict[str, Any], state: Mapping[str, Any], folde
     base = wrapped_tensors(module)
     keep_base_changes(module)
     try:
-        module.load_state_dict(checkpoint["state_dict"])
+        module.load_state_dict(checkpoint["state_dict"], strict=_is_strict(module))
     except RuntimeError as error:
         said = " ".join(str(error).split())
         raise misconfigured(f"the checkpoint is of another module than the one that was given: {said}") from error
@@ -374,7 +374,8 @@ def load_dense(path: str | Path, module: nn.Module, client: int | str | None = N
     Args:
         path: A checkpoint that a trainer with `LowRank` wrote.
         module: A new, unconverted module of the same class, compiled or not. For a checkpoint of `TrainedCheckpoints`,
-            with the frozen weights that the run began with.
+            with the frozen weights that the run began with. If its ``strict_loading`` is false, tensors that the
+            checkpoint lacks stay as they are.
         client: Id, or name, of a client whose own model, as ``personal_test`` evaluates it, is used instead of the
             global one. The checkpoint must hold all of it: no statistics of `StaticBatchNorm`, nor a part of the global
             model for a client of smaller width or rank.
@@ -390,5 +391,10 @@ def load_dense(path: str | Path, module: nn.Module, client: int | str | None = N
     own = {uncompiled(name): name for name in module.state_dict()}
     renamed = {own.get(uncompiled(name), name): value for name, value in state.items()}
     # load_state_dict() also reads the layers' versions from the original dictionary.
-    module.load_state_dict(state if renamed.keys() == state.keys() else renamed)
+    module.load_state_dict(state if renamed.keys() == state.keys() else renamed, strict=_is_strict(module))
     return module
+
+
+def _is_strict(module: nn.Module) -> bool:
+    """Whether a state dict must have all of a module's tensors: ``strict_loading`` of a LightningModule."""
+    return bool(getattr(module, "strict_loading", True))

@@ -183,3 +183,25 @@ def test_a_compiled_modules_run_loads_into_a_plain_one(tmp_path, compiled, left_
     plain = load_dense(tmp_path / "run.ckpt", module(compiled != "run"))
     inputs = blobs().tensors[0]
     torch.testing.assert_close(plain.net(inputs), trained.net(inputs), rtol=1e-5, atol=1e-5)
+
+
+def test_a_module_that_is_not_strict_may_keep_tensors_out_of_its_checkpoints(tmp_path):
+    class Teacher(Module):
+        def __init__(self, strict_loading):
+            super().__init__()
+            self.teacher = nn.Linear(6, 2).requires_grad_(False)
+            self.strict_loading = strict_loading
+
+        def state_dict(self, *arguments, **keywords):
+            state = super().state_dict(*arguments, **keywords)
+            return {name: value for name, value in state.items() if "teacher" not in name}
+
+    low_rank = LowRank(MatrixProduct(), rank=2, summary=False)
+    trained = Teacher(False)
+    run = trainer(tmp_path, low_rank, max_epochs=0)
+    fit(run, trained, Data())
+    run.save_checkpoint(tmp_path / "run.ckpt")
+    inputs = blobs().tensors[0]
+    torch.testing.assert_close(load_dense(tmp_path / "run.ckpt", Teacher(False)).net(inputs), trained.net(inputs))
+    with pytest.raises(RuntimeError, match=r"teacher\.weight"):
+        load_dense(tmp_path / "run.ckpt", Teacher(True))
