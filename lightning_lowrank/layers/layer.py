@@ -46,6 +46,7 @@ from lightning_lowrank.internals.torch import (
 )
 from lightning_lowrank.layers.factorization import Factorization, HalfFrozen
 from lightning_lowrank.layers.factorization.base import working_precision
+from lightning_lowrank.layers.precision import type_before
 from lightning_lowrank.layers.settings import Compute, LayerSettings, Role, update_scale
 from lightning_lowrank.seeding import generator
 
@@ -324,7 +325,7 @@ class LowRankLayer(nn.Module):
     def _composed(self) -> Tensor:
         if self.role == "update":
             return (self.frozen_weight + self.update()).to(self.frozen_weight.dtype)
-        return self.update()
+        return self.update().to(self._output_dtype)
 
     def scale_at(self, rank: int) -> float:
         """The scale of the update if its factors had another rank."""
@@ -611,7 +612,7 @@ class LowRankLayer(nn.Module):
 
     @property
     def _factors_are_wider(self) -> bool:
-        return self.role == "update" and self.frozen_weight.dtype != self._factor_dtype
+        return self._output_dtype != self._factor_dtype
 
     @property
     def _factor_dtype(self) -> torch.dtype:
@@ -619,11 +620,13 @@ class LowRankLayer(nn.Module):
 
     @property
     def _output_dtype(self) -> torch.dtype:
-        return self.frozen_weight.dtype if self.role == "update" else self._factor_dtype
+        if self.role == "update":
+            return self.frozen_weight.dtype
+        return type_before(self.factors) or self._factor_dtype
 
     def _as_input(self, value: Tensor, input: Tensor) -> Tensor:
         """The input in the dtype that the layer computes in, as autocast casts it."""
-        return value.to(input.dtype if input.is_floating_point() else self.frozen_weight.dtype)
+        return value.to(input.dtype if input.is_floating_point() else self._output_dtype)
 
     @property
     def _adds_to_base(self) -> bool:

@@ -33,6 +33,12 @@ def widen(model: nn.Module, parameters: Collection[nn.Parameter]) -> None:
         parameter.data = parameter.data.float()
 
 
+def type_before(module: nn.Module) -> torch.dtype | None:
+    """The dtype that a module's own parameters had before `widen`; ``None`` if they are as they were."""
+    buffer = own_buffers(module).get(_BEFORE)
+    return None if buffer is None else buffer.dtype
+
+
 def hand_over(source: nn.Module, target: nn.Module) -> None:
     """Have `narrow` give a module the dtype that ``source`` had before `widen`."""
     if _BEFORE in own_buffers(source):

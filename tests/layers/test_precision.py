@@ -52,6 +52,32 @@ def test_what_is_trained_is_of_32_bits_and_what_is_frozen_of_16(dtype):
         torch.testing.assert_close(model(TOKENS).float(), wide(TOKENS).float(), rtol=0.02, atol=0.02)
 
 
+@pytest.mark.parametrize("compute", ["dense", "contracted"])
+@pytest.mark.parametrize("keep", [[], ["*.bias"]])
+def test_factors_that_are_the_weight_itself(compute, keep):
+    model = nn.Sequential(
+        nn.Embedding(7, 16),
+        nn.Linear(16, 16),
+        nn.Linear(16, 16, bias=False),
+        nn.Unflatten(-1, (4, 4)),
+        nn.Conv2d(6, 5, 3),
+    ).bfloat16()
+    how = {"role": "weight", "freeze_rest": True, "keep_trained": keep, "skip": [], "compute": compute}
+    convert(model, MatrixProduct(), rank=2, **how)
+    tokens = torch.arange(6).view(1, 6)
+    output = model(tokens)
+    assert output.dtype == model[1].weight.dtype == torch.bfloat16
+    assert model[1].factors["U"].dtype == torch.float32
+    wide = copy.deepcopy(model).float()
+    assert wide[1].weight.dtype == torch.float32
+    torch.testing.assert_close(output.float(), wide(tokens), rtol=0.05, atol=0.02)
+    output.float().square().sum().backward()
+    assert all(p.grad.any() and p.grad.dtype == torch.float32 for p in model[2].factors.values())
+    dense = recover(copy.deepcopy(model))
+    assert {p.dtype for p in dense.parameters()} == {torch.bfloat16}
+    torch.testing.assert_close(dense(tokens), output, rtol=0.05, atol=0.02)
+
+
 def test_a_small_step_is_kept():
     model = converted()
     before = model.head.weight.detach().clone()
