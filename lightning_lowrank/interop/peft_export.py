@@ -14,6 +14,7 @@ from typing import Any
 
 import safetensors.torch
 import torch
+from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor, nn
 
 from lightning_lowrank.arguments import join_names
@@ -68,11 +69,11 @@ def export_adapter(
     between layers. Trained biases of these layers become ``bias="lora_only"``; modules that own other trained
     parameters or buffers that training changes (classification heads, norms) are saved whole, as ``modules_to_save``.
 
-    A model that PEFT wrapped, with any of its methods, is written by PEFT itself. If the base weights of either have
-    changed, as after ``FLoRA``, ``FedEx`` or ``CoLR``, the layer's adapter becomes the truncated singular value
-    decomposition of that change and :math:`\text{scaling} \cdot B A` together, of the rank that it needs, so that the
-    adapter is whole on the weights that the run began with. That needs ``base``, or a quantised layer, whose change is
-    stored separately.
+    A model that PEFT wrapped, with any of its methods, is written by PEFT itself; a warning names parameters that are
+    trained outside of it, which the folder does not have. If the base weights of either have changed, as after
+    ``FLoRA``, ``FedEx`` or ``CoLR``, the layer's adapter becomes the truncated singular value decomposition of that
+    change and :math:`\text{scaling} \cdot B A` together, of the rank that it needs, so that the adapter is whole on the
+    weights that the run began with. That needs ``base``, or a quantised layer, whose change is stored separately.
 
     Args:
         module: A module that `LowRank` or `lightning_lowrank.convert` converted, or one that holds a model that PEFT
@@ -395,6 +396,13 @@ def export_wrapped(
         _check_unchanged(inner, base, {*(f"{layer}.weight" for layer in adapted), *saved})
     if not config.base_model_name_or_path:
         config.base_model_name_or_path = getattr(getattr(inner, "config", None), "_name_or_path", None) or None
+    own = {*network.parameters(), *inner.parameters()}
+    outside = [name for name, value in module.named_parameters() if value.requires_grad and value not in own]
+    if outside:
+        rank_zero_warn(
+            f"the folder {folder} has no {join_names(outside)}, which are trained outside of the model that PEFT"
+            f" wrapped: save them as well, or {_DENSE}."
+        )
     return _write(folder, config, tensors)
 
 

@@ -351,6 +351,16 @@ def test_what_is_trained_outside_of_the_adapter_is_not_left_out(tmp_path, norm, 
     export_adapter(Labelling(saved), tmp_path / "saved")
 
 
+def test_what_is_trained_outside_of_the_wrapped_model_is_told(tmp_path, recwarn):
+    wrapped = peft().get_peft_model(nn.Sequential(nn.Linear(6, 5)), peft().LoraConfig(r=2, target_modules=["0"]))
+    module = Labelling(wrapped)
+    export_adapter(module, tmp_path / "whole")
+    assert not [each for each in recwarn if "outside" in str(each.message)]
+    module.head = nn.Linear(5, 2)
+    with pytest.warns(UserWarning, match=r"head\.weight, head\.bias.*outside"):
+        export_adapter(module, tmp_path / "part")
+
+
 def from_checkpoint(tmp_path, module, new):
     """Return the folder that is written from a checkpoint, with a new module of the same kind."""
     run = trainer(tmp_path, max_epochs=0)
