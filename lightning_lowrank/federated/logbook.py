@@ -35,9 +35,10 @@ _SETTINGS = tuple(_DEFAULTS)
 _MOST_PENDING = 4096
 """Values that are kept on an accelerator before they are reduced together."""
 _NUMBERS = (float, int, bool)
+# NaN is kept, as torch.maximum does: Python's max(1.0, nan) is 1.0.
 _PICK: dict[str, Callable[[Any, Any], Any]] = {
-    "max": lambda a, b: torch.maximum(a, b) if isinstance(a, Tensor) else max(a, b),
-    "min": lambda a, b: torch.minimum(a, b) if isinstance(a, Tensor) else min(a, b),
+    "max": lambda a, b: torch.maximum(a, b) if isinstance(a, Tensor) else a if a > b or a != a else b,
+    "min": lambda a, b: torch.minimum(a, b) if isinstance(a, Tensor) else a if a < b or a != a else b,
 }
 
 

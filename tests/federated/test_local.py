@@ -532,6 +532,9 @@ def test_figures_are_those_of_all_steps(tmp_path):
             self.log("batches", 1, on_step=False, on_epoch=True, reduce_fx="sum")
             self.log("largest", float(len(batch[0])), on_step=False, on_epoch=True, reduce_fx="max")
             self.log("squares", float(len(batch[0])), on_step=False, on_epoch=True)
+            for reduction in ("max", "min"):
+                value = float("nan") if batch_idx == 1 else 1.0
+                self.log(f"no number/{reduction}", value, on_step=False, on_epoch=True, reduce_fx=reduction)
             return self.loss(batch)
 
     loop = FederatedLoop(FedAvg(), partition=FromIndices(CLIENTS), summary=False)
@@ -541,6 +544,8 @@ def test_figures_are_those_of_all_steps(tmp_path):
     assert run.callback_metrics["batches"] == len(sizes)
     assert run.callback_metrics["largest"] == 8
     assert run.callback_metrics["squares"] == pytest.approx(sum(size * size for size in sizes) / sum(sizes))
+    assert run.callback_metrics["no number/max"].isnan()
+    assert run.callback_metrics["no number/min"].isnan()
 
 
 class Twice(Module):
