@@ -88,6 +88,7 @@ class _Comparison:
         self._snapshot = Snapshot(module, trainer.optimizers)
         self._randomness = StepRandomness(module.device)
         self._cause = ""
+        self._logged_by_some: set[str] = set()
         types = {value.dtype for value in self._live.values()}
         if self._is_mixed():
             types.add(torch.get_autocast_dtype(module.device.type))
@@ -128,6 +129,8 @@ class _Comparison:
         noted: list[tuple[Tensor, dict[str, Tensor]]] = []
 
         def note(losses: Tensor, logged: dict[str, Tensor]) -> None:
+            # A value that only some of the clients log has no row for each, and is not compared.
+            self._logged_by_some |= {name for name, value in logged.items() if len(value) != len(losses)}
             noted.append((losses.detach(), logged))
             self._draws.end_part()
 
@@ -141,10 +144,15 @@ class _Comparison:
                 raise _BackwardFails(
                     f"its backward pass fails when clients step together: {str(error).splitlines()[0]}"
                 ) from error
-            return [_results(stack, parts[part][0].numbers[place], place, *noted[part]) for part, place in chosen]
+            tables = [(losses, self._logged(logged)) for losses, logged in noted]
+            return [_results(stack, parts[part][0].numbers[place], place, *tables[part]) for part, place in chosen]
         finally:
             stack.close()
             self._snapshot.restore()
+
+    def _logged(self, values: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """The logged values that are compared."""
+        return {name: value for name, value in values.items() if name not in self._logged_by_some}
 
     def _differs(self, found: StepResults, parts: Sequence[_Part], client: tuple[int, int], seed: int) -> str:
         part, place = client
@@ -195,7 +203,7 @@ class _Comparison:
                 self._cause = "it draws from random or NumPy, which gives one number to all clients"
             return {
                 ("its loss", ""): loss.detach(),
-                **{("what it logs as", name): value for name, value in logged.items()},
+                **{("what it logs as", name): value for name, value in self._logged(logged).items()},
                 **{
                     (GRADIENT, name): torch.zeros_like(value) if value.grad is None else value.grad
                     for name, value in self._live.items()

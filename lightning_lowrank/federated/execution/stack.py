@@ -446,9 +446,12 @@ class ClientStack(OfTheRun):
         return self.one_by_one(run, stacks)
 
     def one_by_one(self, run: Run, stacks: Stacks) -> tuple[Tensor, dict[str, Tensor]]:
-        """Run a step for one client after another; return their losses and logged values."""
+        """Run a step for one client after another; return their losses and logged values.
+
+        A value that some of the clients do not log has an entry for each of the others.
+        """
         each = [run(*_of_client(stacks, place)) for place in range(_clients_in(stacks))]
-        names = each[0][1]
+        names = dict.fromkeys(name for _, logged in each for name in logged)
         values = {name: torch.stack([logged[name] for _, logged in each if name in logged]) for name in names}
         return torch.stack([loss for loss, _ in each]), values
 

@@ -8,7 +8,7 @@ import torch
 from lightning.pytorch.callbacks import Callback, GradientAccumulationScheduler, ModelCheckpoint
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import nn
-from torch.utils.data import TensorDataset
+from torch.utils.data import TensorDataset, default_collate
 
 from lightning_lowrank import (
     FedAvg,
@@ -579,3 +579,34 @@ def test_figures_are_reduced_as_of_clients_one_after_another(tmp_path):
     first, second = (fitted.callback_metrics for *_, fitted in both(tmp_path, module=Summing))
     for name in ("train_loss", "largest", "smallest", "sum", "count", "uneven", "twice"):
         torch.testing.assert_close(first[name], second[name])
+
+
+class OfTasks(Module):
+    """Logs a figure for each task, which a batch names."""
+
+    def training_step(self, batch, batch_idx):
+        loss = self.loss(batch[:2])
+        self.log(f"loss of {batch[2]}", loss, on_step=False, on_epoch=True)
+        return loss
+
+
+class Tasks(TensorDataset):
+    """Each client has one task."""
+
+    def __getitem__(self, index):
+        task = next(number for number, indices in enumerate(UNEVEN) if index in indices)
+        return (*super().__getitem__(index), task)
+
+
+def one_task(samples):
+    return *default_collate([sample[:2] for sample in samples]), f"task {samples[0][2]}"
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:execution='vectorized'. it reads batch")
+def test_figures_that_the_first_client_does_not_log(tmp_path):
+    once = {"max_epochs": 1}
+    data = Data(Tasks(*Double().train.tensors), collate_fn=one_task)
+    first, second = (fitted.callback_metrics for *_, fitted in both(tmp_path, data=data, module=OfTasks, trainer=once))
+    names = [f"loss of task {number}" for number in range(len(UNEVEN))]
+    torch.testing.assert_close([first[name] for name in names], [second[name] for name in names])
