@@ -592,7 +592,13 @@ def resume_notes(trainer: Any, last_round: int, is_open: bool) -> list[str]:
         )
     listeners = (trainer.lightning_module, *trainer.callbacks)
     ours = "lightning_lowrank."
-    own = (each for each in listeners if not (_of_lightning(each) or type(each).__module__.startswith(ours)))
+    # A checkpoint inside a round has what BaseFinetuning did as the round began.
+    theirs = (StochasticWeightAveraging,) if is_open else (StochasticWeightAveraging, BaseFinetuning)
+    own = (
+        each
+        for each in listeners
+        if isinstance(each, theirs) or not (_of_lightning(each) or type(each).__module__.startswith(ours))
+    )
     hearing = [type(each).__name__ for each in own if overrides(each, "on_train_epoch_start")]
     trains = is_open or last_round < epoch != trainer.max_epochs
     if by_step and trains and hearing:

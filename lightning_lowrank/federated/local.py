@@ -11,6 +11,7 @@ from contextlib import ExitStack, nullcontext
 from typing import Any
 
 import torch
+from lightning.pytorch.callbacks import GradientAccumulationScheduler
 from lightning.pytorch.plugins.precision import DoublePrecision, HalfPrecision, MixedPrecision, Precision
 from lightning.pytorch.profilers import PassThroughProfiler
 from lightning.pytorch.strategies import SingleDeviceStrategy
@@ -105,6 +106,10 @@ class LocalTraining(OfTheRun):
         """Look up how steps are made in this round."""
         trainer, module = self._trainer, self._module
         self._batches = None
+        for callback in trainer.callbacks:
+            # Lightning does not call its on_train_epoch_start in a round in which a fit is resumed after a step.
+            if isinstance(callback, GradientAccumulationScheduler):
+                trainer.accumulate_grad_batches = callback.get_accumulate_grad_batches(trainer.current_epoch)
         self._group = trainer.accumulate_grad_batches
         self._takes_index = is_param_in_hook_signature(module.training_step, "batch_idx", min_args=2)
         own = module.training_step

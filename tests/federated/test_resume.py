@@ -6,11 +6,17 @@ import sys
 import warnings
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 
 import lightning.pytorch as pl
 import pytest
 import torch
-from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.callbacks import (
+    BackboneFinetuning,
+    GradientAccumulationScheduler,
+    ModelCheckpoint,
+    StochasticWeightAveraging,
+)
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import nn
 
@@ -26,6 +32,7 @@ from lightning_lowrank import (
     load_dense,
     recover,
 )
+from lightning_lowrank.federated.checks import resume_notes
 from tests.helpers import Data, Module, assert_same, fit, network, trainer, weights
 
 ROOT = Path(__file__).parents[2]
@@ -190,13 +197,31 @@ def test_an_epoch_that_lightning_counts_again_is_told(tmp_path, limits, rounds):
     assert len(run(ckpt_path=tmp_path / "epoch=0.ckpt")) == ("max_epochs" in limits)
 
 
+@pytest.mark.parametrize("is_open", [False, True])
+def test_callbacks_of_lightning_that_it_leaves_out_are_named(is_open):
+    callbacks = [BackboneFinetuning(), GradientAccumulationScheduler({0: 2}), StochasticWeightAveraging(0.1)]
+    resumed = SimpleNamespace(
+        fit_loop=SimpleNamespace(restarted_mid_epoch=True),
+        lightning_module=Module(),
+        callbacks=callbacks,
+        lr_scheduler_configs=[],
+        current_epoch=1,
+        max_epochs=3,
+        max_steps=-1,
+    )
+    (said,) = resume_notes(resumed, 1 if is_open else 0, is_open)
+    named = ["StochasticWeightAveraging"] if is_open else ["BackboneFinetuning", "StochasticWeightAveraging"]
+    assert f"(of {', '.join(named)}) in round 1" in said
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize(("kind", "group"), [(Module, 3), (Manual, 1)])
+@pytest.mark.parametrize(("kind", "group"), [(Module, 3), (Module, {0: 3}), (Manual, 1)])
 def test_gradients_that_are_being_accumulated_are_kept(tmp_path, kind, group):
     def run(*callbacks, **arguments):
         loop = FederatedLoop(FedAvg(), clients=2, local_steps=4, summary=False)
-        module = kind()
-        fitted = trainer(tmp_path, loop, *callbacks, max_epochs=1, accumulate_grad_batches=group)
+        module, settings = kind(), {} if isinstance(group, dict) else {"accumulate_grad_batches": group}
+        callbacks += (GradientAccumulationScheduler(group),) if isinstance(group, dict) else ()
+        fitted = trainer(tmp_path, loop, *callbacks, max_epochs=1, **settings)
         fit(fitted, module, Data(), **arguments)
         return weights(module)
 
