@@ -26,7 +26,7 @@ from lightning_lowrank.federated.execution.snapshot import Snapshot
 from lightning_lowrank.federated.leaks import names_of_lightning, reachable
 from lightning_lowrank.federated.state import trained_tensors
 from lightning_lowrank.internals.advance import loss_of
-from lightning_lowrank.internals.lightning import overrides, with_global_step
+from lightning_lowrank.internals.lightning import overrides, with_counter
 from lightning_lowrank.internals.replaced import replaced
 from lightning_lowrank.internals.torch import version_of
 
@@ -95,12 +95,11 @@ class CarriedValues:
 
         return self._differ(batch, [self._put_back, lambda: None, *([begin_with_far] if far else [])])
 
-    def global_step_reaches(self, batch: Any) -> bool:
-        """Whether a step on ``batch`` depends on ``global_step``; larger values of it are tried as well."""
-        with with_global_step(self._trainer) as set_global_step:
-            steps = self._trainer.global_step
-            tried = (0, steps, _MANY_STEPS * steps + 1)
-            return self._differ(batch, [lambda number=number: set_global_step(number) for number in tried])
+    def counter_reaches(self, counter: str, batch: Any) -> bool:
+        """Whether a step on ``batch`` depends on ``global_step`` or ``total_batch_idx``; larger ones are tried too."""
+        with with_counter(self._trainer, counter) as (now, set_to):
+            tried = (0, now, _MANY_STEPS * now + 1)
+            return self._differ(batch, [lambda number=number: set_to(number) for number in tried])
 
     def _differ(self, batch: Any, ways: list[Any]) -> bool:
         gradients = [(value, value.grad) for value in self._module.parameters()]

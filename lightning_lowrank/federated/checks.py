@@ -63,6 +63,11 @@ _BETWEEN_CLIENTS = (
     *("on_fit_start", "on_train_start", "on_train_epoch_start", "on_train_epoch_end", "on_train_end", "on_fit_end"),
     *("on_save_checkpoint", "on_load_checkpoint"),
 )
+STEP_COUNTERS = {
+    "global_step": "which counts the optimizer steps of all clients one after another",
+    "total_batch_idx": "which counts clients instead of batches",
+}
+"""Counters of the trainer that differ from those of a client alone."""
 _COUNT_CLIENTS = {
     "trainer.num_training_batches": "which is the number of the round's clients there: read it in a local step, where"
     " it is the number of the client's batches, or trainer.estimated_stepping_batches",
@@ -523,9 +528,10 @@ def notes(module: pl.LightningModule, buffers: BufferPolicy, schedulers: Sequenc
             f"buffers='local' keeps the statistics of {layers} BatchNorm layers with their clients: the global model"
             " is validated with its initial statistics."
         )
-    outside = [name for name in _readers_of(module, "global_step") if name in _OUTSIDE_OF_STEPS]
-    if outside:
-        found.append(global_step_note(module, outside))
+    for counter in STEP_COUNTERS:
+        outside = [name for name in _readers_of(module, counter) if name in _OUTSIDE_OF_STEPS]
+        if outside:
+            found.append(step_counter_note(module, counter, outside))
     for attribute, meaning in _COUNT_CLIENTS.items():
         readers = [name for name in _readers_of(module, attribute) if name in _BETWEEN_CLIENTS]
         if readers:
@@ -552,19 +558,19 @@ def notes(module: pl.LightningModule, buffers: BufferPolicy, schedulers: Sequenc
     return found
 
 
-def global_step_note(module: pl.LightningModule, readers: Sequence[str]) -> str:
-    """A sentence on ``readers``, the module's methods that read ``global_step``."""
+def step_counter_note(module: pl.LightningModule, counter: str, readers: Sequence[str]) -> str:
+    """A sentence on ``readers``, the module's methods that read a counter of `STEP_COUNTERS`."""
     return (
-        f"{', '.join(readers)} of {type(module).__name__} reads global_step, which counts the optimizer steps of all"
-        " clients one after another: use batch_idx, which counts a client's own batches, or current_epoch, which counts"
-        " rounds."
+        f"{', '.join(readers)} of {type(module).__name__} reads {counter}, {STEP_COUNTERS[counter]}: use batch_idx,"
+        " which counts a client's own batches, or current_epoch, which counts rounds."
     )
 
 
-def readers_in_steps(module: pl.LightningModule) -> list[str]:
-    """Names of the methods that read ``global_step`` and may run inside a training step."""
-    readers = _readers_of(module, "global_step")
-    return [name for name in readers if name not in (*_OUTSIDE_OF_STEPS, *_BETWEEN_CLIENTS)]
+def readers_in_steps(module: pl.LightningModule) -> dict[str, list[str]]:
+    """Names of the methods that read a counter of `STEP_COUNTERS` and may run inside a training step, by counter."""
+    others = (*_OUTSIDE_OF_STEPS, *_BETWEEN_CLIENTS)
+    found = {each: [name for name in _readers_of(module, each) if name not in others] for each in STEP_COUNTERS}
+    return {counter: readers for counter, readers in found.items() if readers}
 
 
 def resume_notes(trainer: Any, last_round: int, is_open: bool) -> list[str]:

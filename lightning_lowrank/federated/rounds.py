@@ -23,7 +23,7 @@ from torch import Tensor
 from lightning_lowrank.aggregation.aggregator import home_of
 from lightning_lowrank.arguments import join_names
 from lightning_lowrank.federated.carried_values import CarriedValues
-from lightning_lowrank.federated.checks import global_step_note, readers_in_steps
+from lightning_lowrank.federated.checks import readers_in_steps, step_counter_note
 from lightning_lowrank.federated.client_evaluation import FurtherModels
 from lightning_lowrank.federated.client_optimizers import ClientOptimizers
 from lightning_lowrank.federated.client_states import ClientStates
@@ -142,7 +142,7 @@ class Rounds(OfTheRun):
         self._before_client: dict[str, Any] = {}
         self._failed_alike: dict[str, list[int]] = {}
         self._lone_named = False
-        self._readers: list[str] = []
+        self._readers: dict[str, list[str]] = {}
         self._carried: CarriedValues | None = None
         if processes is not None:
             check_processes(processes, trainer, self._algorithm, settings.experiment_seed, data)
@@ -163,8 +163,8 @@ class Rounds(OfTheRun):
         """Prepare local training; return a function that undoes it."""
         self._isolation = Isolation(self._trainer, self.execution.stacked)
         readers = readers_in_steps(self._module)
-        if readers and self.execution.stacked:
-            rank_zero_warn(global_step_note(self._module, readers))
+        for counter, names in readers.items() if self.execution.stacked else ():
+            rank_zero_warn(step_counter_note(self._module, counter, names))
         self._readers = readers
         self._carried = None
         self._local.look = None if self.execution.stacked else self._look
@@ -322,9 +322,10 @@ class Rounds(OfTheRun):
         isolation = self._isolation
         if not isolation.watched or self._carried is None:
             return
-        if self._readers and self._carried.global_step_reaches(batch):
-            rank_zero_warn(global_step_note(self._module, self._readers))
-        self._readers = []
+        for counter, readers in self._readers.items():
+            if self._carried.counter_reaches(counter, batch):
+                rank_zero_warn(step_counter_note(self._module, counter, readers))
+        self._readers = {}
         if self._carried.warn_of(isolation.suspects, isolation.shadows, batch) or isolation.is_over:
             self._local.look = self._carried = None
 

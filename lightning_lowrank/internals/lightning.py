@@ -460,21 +460,27 @@ def validation_logged_for(trainer: Any, epoch: int) -> AbstractContextManager[No
 
 
 @contextmanager
-def with_global_step(trainer: Any) -> Iterator[Callable[[int], None]]:
-    """A context that yields a function to set ``trainer.global_step``, and restores the counter."""
+def with_counter(trainer: Any, name: str) -> Iterator[tuple[int, Callable[[int], None]]]:
+    """A context that yields the value of a counter and a function to set it, and restores it.
+
+    Args:
+        trainer: The trainer.
+        name: ``"global_step"`` or ``"total_batch_idx"``.
+    """
     loop = trainer.fit_loop.epoch_loop
-    automatic = loop.automatic_optimization.optim_progress.optimizer.step.total
-    counts = automatic if trainer.lightning_module.automatic_optimization else loop.manual_optimization
-    counts = counts if counts is automatic else counts.optim_step_progress.total
-    before = counts.completed
-
-    def set_global_step(number: int) -> None:
-        counts.completed = number
-
+    if name == "total_batch_idx":
+        # It is the number of ready batches, less one.
+        counts, key, added = loop.batch_progress.total, "ready", 1
+    else:
+        progress = loop.automatic_optimization.optim_progress.optimizer.step
+        if not trainer.lightning_module.automatic_optimization:
+            progress = loop.manual_optimization.optim_step_progress
+        counts, key, added = progress.total, "completed", 0
+    before = getattr(counts, key)
     try:
-        yield set_global_step
+        yield before - added, lambda number: setattr(counts, key, number + added)
     finally:
-        counts.completed = before
+        setattr(counts, key, before)
 
 
 def stops_now(trainer: pl.Trainer) -> bool:

@@ -263,7 +263,7 @@ class Totals(Base):
         self.last, self.largest = batch, max(getattr(self, "largest", 0.0), loss.item())
         self.losses.append(loss.item())
         self.seen += len(batch[0])
-        if self.seen % 2 == 0 or self.global_step % 2 == 0:
+        if self.seen % 2 == 0 or self.global_step % 2 == 0 or self.trainer.fit_loop.total_batch_idx % 2 == 0:
             self.plots.append(self.seen)
         self.log("seen", float(self.seen))
         return loss
@@ -327,6 +327,11 @@ class InHook(WarmUp):
 class WarmUpByGlobalStep(Base):
     def scale(self, batch_idx):
         return 0.5 if self.global_step < 500 else 1.0
+
+
+class WarmUpByTotalBatches(Base):
+    def scale(self, batch_idx):
+        return 0.5 if self.trainer.fit_loop.total_batch_idx < 500 else 1.0
 
 
 class RatesByGlobalStep(Base):
@@ -493,6 +498,7 @@ def test_patterns_of_other_parameters_are_refused(patterns, said):
         (InHook, "attributes of the module: .*steps"),
         (ByGlobalStep, "scale of ByGlobalStep reads global_step"),
         (WarmUpByGlobalStep, "scale of WarmUpByGlobalStep reads global_step"),
+        (WarmUpByTotalBatches, "scale of WarmUpByTotalBatches reads total_batch_idx, which counts clients"),
         (RatesByGlobalStep, "optimizer_step of RatesByGlobalStep reads global_step"),
     ],
 )
@@ -500,7 +506,7 @@ def test_what_cannot_be_put_right_is_named_once(kind, named):
     with warnings.catch_warnings(record=True) as told:
         warnings.simplefilter("always")
         federated(kind)
-    said = [str(each.message) for each in told if re.search("training changes|reads global_step", str(each.message))]
+    said = [str(each.message) for each in told if re.search("training changes| reads ", str(each.message))]
     assert len(said) == 1
     assert re.search(named, said[0])
 
@@ -535,7 +541,7 @@ def test_a_large_tensor_is_not_copied_and_named_if_it_changes(monkeypatch):
 @pytest.mark.parametrize("kind", [Totals, TotalsByHand])
 def test_attributes_that_no_step_reads_are_not_warned_of_and_stay(kind):
     with warnings.catch_warnings():
-        warnings.filterwarnings("error", message="training changes|.*reads global_step")
+        warnings.filterwarnings("error", message="training changes|.* reads (global_step|total_batch_idx)")
         module = federated(kind)
     torch.testing.assert_close(module.state_dict(), expected(kind))
     # 3, 2 and 2 batches: what was tried has left nothing.

@@ -586,6 +586,13 @@ def said_between_clients(tmp_path: Path) -> None:
         trainer(tmp_path, of_clients(), max_epochs=1).fit(Reads(), Data())
 
 
+@row("total_batch_idx", "", ONCE)
+def counts_clients(tmp_path: Path) -> None:
+    counted: list[int] = []
+    rounds(tmp_path, LambdaCallback(on_train_batch_start=lambda run, *_: counted.append(run.fit_loop.total_batch_idx)))
+    assert counted == [turn for turn in range(8) for _ in range(STEPS[turn % 4])]
+
+
 class Reads(Module):
     def on_train_start(self) -> None:
         self.length = self.trainer.num_training_batches
