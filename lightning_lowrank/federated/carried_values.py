@@ -74,7 +74,7 @@ class CarriedValues:
                 f"training changes attributes of the module: {join_names(named)}. Their values pass from one client to"
                 " the"
                 " next and are not averaged. Register values that belong to the model as buffers, so that each client"
-                " starts from the global value."
+                " starts from the global value, and set values of a client again where batch_idx is 0."
             )
         return bool(named)
 

@@ -10,11 +10,11 @@ import enum
 import functools
 import math
 import types
+import weakref
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import lightning.pytorch as pl
 import numpy as np
@@ -31,19 +31,28 @@ from torchmetrics import Metric, MetricCollection
 from lightning_lowrank.arguments import join_names
 from lightning_lowrank.federated.state import trained_tensors
 from lightning_lowrank.internals.peft import is_base_change
-from lightning_lowrank.internals.torch import is_transformed, memory_fingerprint, own_buffers, quantised_to_4_bits
+from lightning_lowrank.internals.torch import (
+    is_persistent,
+    is_transformed,
+    memory_fingerprint,
+    own_buffers,
+    quantised_to_4_bits,
+)
+from lightning_lowrank.layers import low_rank_layers
 
 _MANY = 10_000
 """Largest number of entries with which a container is looked into."""
 _FOREIGN = (
     *(type, types.ModuleType, enum.Enum, str, bytes, int, float, complex, type(None)),
     *(pl.Trainer, pl.Callback, pl.LightningDataModule, Logger, Dataset, DataLoader),
+    # Such as the strategy in what self.optimizers() returns.
+    *weakref.ProxyTypes,
 )
-_IS_FOREIGN: MutableMapping[type, bool] = WeakKeyDictionary()
+_IS_FOREIGN: MutableMapping[type, bool] = weakref.WeakKeyDictionary()
 """Answers of `_is_foreign`. A class of a fit refers to its trainer, which a strong key would keep."""
 _LIBRARIES = ("builtins.", "torch.", "torchmetrics.", "lightning.", "pytorch_lightning.", "lightning_lowrank.")
 _CONTAINERS = (list, dict, set, deque)
-_CONTAINERS_OF: MutableMapping[type, list[str]] = WeakKeyDictionary()
+_CONTAINERS_OF: MutableMapping[type, list[str]] = weakref.WeakKeyDictionary()
 """Names that `containers_of_class` has found."""
 _PROGRAMS = ("argparse.", "jsonargparse.", "logging.", "lightning.pytorch.cli.")
 _TABLES = ("_modules.", "_parameters.", "_buffers.")
@@ -237,7 +246,8 @@ def refuse_frozen(changed: Sequence[str]) -> None:
 class Isolation:
     """Keeps the changes that one client's steps make to the module away from the next client.
 
-    - Buffers outside of the state dict get their values at the start of the fit back.
+    - Buffers outside of the state dict get their values at the start of the fit back, which may be ``None``.
+    - Buffers of the state dict that get their first value in a step of the first two clients are refused.
     - A buffer that is replaced by assignment is filled in place instead, so that sending and loading reach it.
     - Frozen parameters that change are refused, unless ``FederatedLoop(ema_parameters=...)`` has them averaged.
     - Attributes that the first two clients change are `suspects`, which may reach later clients.
@@ -262,6 +272,8 @@ class Isolation:
         buffers = list(_buffers(self._module))
         self._sent = [] if stacked else [each for each in buffers if id(each.tensor) in sent]
         self._not_sent = [(each, each.tensor.detach().clone()) for each in buffers if id(each.tensor) not in sent]
+        unset = (place for place in _places(self._module) if place[1][place[2]] is None)
+        self._unset = {name: (table, key) for name, table, key, persistent in unset if not persistent}
         self._rewritten: set[str] = set()
         self._named: set[str] = set()
         self.suspects: list[str] = []
@@ -284,6 +296,7 @@ class Isolation:
         is_first = self._to_watch == _WATCHED_CLIENTS
         self._guard = ChangedTensors(self._frozen, self._frozen if is_first else self._rewritten)
         self._attributes = _Attributes(self._trainer, self._stacked) if self._to_watch else None
+        self._had = {each.name for each in _buffers(self._module)} if self._to_watch else set()
 
     def end_client(self) -> None:
         """Copy assigned buffers in place, and refuse or record the client's other changes."""
@@ -293,7 +306,8 @@ class Isolation:
         refuse_frozen(self._guard.changed())
         self._rewritten |= self._guard.rewritten
         if self._attributes is not None:
-            names = [each for each in self._attributes.changed() if each not in self._named]
+            names = [*self._attributes.changed(), *([] if self._stacked else self._new_buffers())]
+            names = [each for each in names if each not in self._named]
             self._named.update(names)
             if names and self._stacked:
                 rank_zero_warn(
@@ -309,6 +323,21 @@ class Isolation:
             self._to_watch -= 1
             self.watched += 1
 
+    def _new_buffers(self) -> list[str]:
+        """Names of the buffers outside of the state dict that a client's steps have registered.
+
+        Raises:
+            MisconfigurationException: If the steps have given a buffer of the state dict its first value.
+        """
+        new = [each for each in _buffers(self._module) if each.name not in self._had]
+        saved = [each.name for each in new if each.persistent]
+        if saved:
+            raise MisconfigurationException(
+                f"training gives the module's buffers {join_names(saved)} their first value, and clients are averaged:"
+                " register each in __init__ with a tensor of its shape, or with persistent=False."
+            )
+        return [each.name for each in new if each.name not in self._unset]
+
     @property
     def is_over(self) -> bool:
         """Whether enough clients have been watched, so that attributes are compared no longer."""
@@ -321,6 +350,8 @@ class Isolation:
             if buffer.table.get(buffer.key) is not buffer.tensor or memory_fingerprint(buffer.tensor) != buffer.version:
                 buffer.table[buffer.key] = buffer.tensor.copy_(value)
                 buffer.version = memory_fingerprint(buffer.tensor)
+        for table, key in self._unset.values():
+            table[key] = None
 
 
 @dataclass
@@ -332,6 +363,7 @@ class _Buffer:
     key: str
     tensor: Tensor
     version: tuple[int, int]
+    persistent: bool
 
     @torch.no_grad()
     def fill(self) -> None:
@@ -346,22 +378,32 @@ class _Buffer:
         self.table[self.key] = self.tensor.copy_(assigned)
 
 
-def _buffers(module: nn.Module) -> Iterator[_Buffer]:
-    """A module's buffers, except those of metrics and changes of quantised base weights."""
+def _places(module: nn.Module) -> Iterator[tuple[str, MutableMapping[str, Any], str, bool]]:
+    """The name, table, key and persistence of a module's buffers, with those that are ``None``.
+
+    Those of metrics and changes of quantised base weights are left out.
+    """
     metrics = tuple(name + "." for name, part in module.named_modules() if isinstance(part, Metric))
     for prefix, part in module.named_modules():
         table = own_buffers(part)
-        for key, tensor in table.items():
-            if tensor is not None and not is_base_change(key) and not f"{prefix}.".startswith(metrics):
-                yield _Buffer(f"{prefix}.{key}".lstrip("."), table, key, tensor, memory_fingerprint(tensor))
+        for key, _ in table.items():
+            if not is_base_change(key) and not f"{prefix}.".startswith(metrics):
+                yield f"{prefix}.{key}".lstrip("."), table, key, is_persistent(part, key)
+
+
+def _buffers(module: nn.Module) -> Iterator[_Buffer]:
+    """A module's buffers in these places that are not ``None``."""
+    for name, table, key, persistent in _places(module):
+        if table[key] is not None:
+            yield _Buffer(name, table, key, table[key], memory_fingerprint(table[key]), persistent)
 
 
 class _Attributes:
     """A snapshot of numbers, strings, containers and tensors in attributes of a module or optimizers, for comparison.
 
-    Left out are metrics, which are totals of an epoch, attributes of Lightning's own, and tensors with a graph, which
-    are of one step. Optimizers count only if clients step together: `ClientOptimizers` puts them back for a client
-    alone.
+    NumPy's arrays are compared by identity. Left out are metrics, which are totals of an epoch, attributes of
+    Lightning's own, and tensors with a graph, which are of one step. Optimizers count only if clients step together:
+    `ClientOptimizers` puts them back for a client alone.
     """
 
     def __init__(self, trainer: Any, of_optimizers: bool) -> None:
@@ -371,10 +413,15 @@ class _Attributes:
         self._tensors = ChangedTensors(tensors, tensors)
 
     def changed(self) -> list[str]:
-        """Names of changed attributes that exist in both snapshots."""
+        """Names of changed attributes, and of the module's that exist in one of both snapshots."""
         present, rewritten = self._present(), set(self._tensors.changed())
         common = ((key, value) for key, value in self._values.items() if key in present)
         found = {key[0] for key, before in common if _differs(before, present[key], key[0] in rewritten)}
+        if not self._of_optimizers:
+            # Schedulers add attributes to optimizers, and layers of this package remember how to compute a shape.
+            layers = low_rank_layers(self._trainer.lightning_module)
+            ours = tuple(f"root._modules.{name.replace('.', '._modules.')}." for name, _ in layers)
+            found |= {name for name, _ in self._values.keys() ^ present.keys() if not name.startswith(ours)}
         # Report the container rather than its entries.
         outer = (name for name in found if not any(name.startswith(f"{other}.") for other in found))
         return [as_code(name).split(".", 1)[1] for name in sorted(outer)]
@@ -403,6 +450,8 @@ class _Attributes:
         for name, item in items:
             if isinstance(item, (list, tuple, set, deque)):
                 values[name, list] = [each for each in item if getattr(each, "grad_fn", None) is None]
+            elif isinstance(item, (np.ndarray, np.generic)):
+                values[name, np.ndarray] = item
             # A tensor that a failed mapped step left has no values outside of vmap.
             elif type(item) in (Tensor, nn.Parameter) and not is_transformed(item):
                 values |= {(name, Tensor): item} if item.layout is torch.strided and item.grad_fn is None else {}
@@ -432,6 +481,8 @@ def _differs(before: Any, now: Any, is_written: bool) -> bool:
         pairs = zip(before, now, strict=False)
         same = (one is two or (isinstance(one, _PLAIN) and one == two) for one, two in pairs)
         return len(before) != len(now) or not all(same)
+    if isinstance(before, (np.ndarray, np.generic)):
+        return now is not before
     if not isinstance(before, Tensor):
         return type(before) is not type(now) or before != now
     if now is before:

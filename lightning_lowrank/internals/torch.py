@@ -390,6 +390,11 @@ def remove_forward_hooks(module: nn.Module, *functions: Callable[..., Any]) -> N
                 getattr(module, table, {}).pop(key, None)
 
 
+def is_persistent(module: nn.Module, key: str) -> bool:
+    """Whether a module's own buffer of this name is in the state dict, once it is not ``None``."""
+    return key not in module._non_persistent_buffers_set
+
+
 def has_hooks(tensor: Tensor) -> bool:
     """Whether a tensor has gradient hooks, as from `Tensor.register_hook`."""
     return bool(tensor._backward_hooks or getattr(tensor, "_post_accumulate_grad_hooks", None))

@@ -9,16 +9,17 @@ from copy import deepcopy
 from functools import partial
 
 import lightning.pytorch as pl
+import numpy as np
 import pytest
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.utils import parametrize
 from torch.utils.data import DataLoader, TensorDataset
 from torchmetrics import MeanMetric, MetricCollection
 
-from lightning_lowrank import FedAvg, FederatedLoop, FromIndices, MaskAbsentClasses
+from lightning_lowrank import FedAvg, FederatedLoop, FromIndices, LowRank, MaskAbsentClasses, MatrixProduct
 from lightning_lowrank.federated import carried_values, client_optimizers, leaks
 from lightning_lowrank.internals.torch import TorchDispatchMode
 from lightning_lowrank.testing.experiment import blobs
@@ -69,6 +70,76 @@ class Assigned(Base):
     def scale(self, batch_idx):
         self.centre = self.centre * 0.9
         return self.centre
+
+
+class Unset(Base):
+    """Centres inputs by those of its first batch."""
+
+    persistent = False
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("mean", None, persistent=self.persistent)
+
+    def training_step(self, batch, batch_idx):
+        if self.mean is None:
+            self.mean = batch[0].mean(0)
+        return super().training_step((batch[0] - self.mean, batch[1]), batch_idx)
+
+
+class UnsetAndSaved(Unset):
+    persistent = True
+
+
+class Registered(Base):
+    """Registers a buffer in its first step."""
+
+    persistent = False
+
+    def training_step(self, batch, batch_idx):
+        if not hasattr(self, "mean"):
+            self.register_buffer("mean", batch[0].mean(0), persistent=self.persistent)
+        return super().training_step((batch[0] - self.mean, batch[1]), batch_idx)
+
+
+class RegisteredAndSaved(Registered):
+    persistent = True
+
+
+class First(Base):
+    """Divides the loss by the first one, as GradNorm does, which ``kept`` gets as ``make`` returns it."""
+
+    make = staticmethod(Tensor.detach)
+
+    def __init__(self):
+        super().__init__()
+        self.kept = {"loss": None}
+
+    def training_step(self, batch, batch_idx):
+        loss = super().training_step(batch, batch_idx)
+        if self.kept["loss"] is None:
+            self.kept["loss"] = self.make(loss)
+        return loss / float(self.kept["loss"])
+
+
+class FirstNumber(First):
+    make = staticmethod(Tensor.item)
+
+
+class FirstArray(First):
+    make = staticmethod(lambda loss: loss.detach().numpy())
+
+
+class Used(Base):
+    """Uses a number up in its first step."""
+
+    def __init__(self):
+        super().__init__()
+        self.bonus = 2.0
+
+    def scale(self, batch_idx):
+        bonus, self.bonus = self.bonus, None
+        return bonus or 1.0
 
 
 class Teacher(Base):
@@ -236,8 +307,11 @@ class Shadowed(Base):
 class Remembering(Base):
     """Keeps what is no client's: what it makes once, what is of one step, metrics, and the trainer's optimizer."""
 
+    mask = None
+
     def __init__(self):
         super().__init__()
+        self.register_buffer("positions", None, persistent=False)
         self.seen = {}
         self.metric = MeanMetric()
         self.collection = MetricCollection({"mean": MeanMetric()})
@@ -246,9 +320,14 @@ class Remembering(Base):
         self.optimizer = self.optimizers()
         self.features = [self.net.weight * 2]
         self.ones = self.seen.setdefault(batch_idx, torch.ones(()))
+        if self.mask is None:
+            self.mask, self.array = torch.ones(3), np.ones(3)
+            self.register_buffer("angles", torch.ones(3), persistent=False)
+        if self.positions is None:
+            self.positions = torch.arange(3)
         self.metric.update(1.0)
         self.collection.update(1.0)
-        return self.ones
+        return self.ones * self.mask[0] * self.angles[0] * self.positions[1] * self.array[0]
 
 
 class Totals(Base):
@@ -426,7 +505,7 @@ def expected(kind):
 @pytest.mark.parametrize(
     "kind",
     [
-        *(Unsaved, UnsavedAndAssigned, Assigned, EverySecond, ByAnotherName, Starred),
+        *(Unsaved, UnsavedAndAssigned, Assigned, Unset, EverySecond, ByAnotherName, Starred),
         *(Clamped, ByHand, LastBatch, LastBatchInHooks, RateByHand, ByNumberOfBatches, ByLengthOfLoader),
     ],
 )
@@ -491,6 +570,11 @@ def test_patterns_of_other_parameters_are_refused(patterns, said):
         (Bank, r"attributes of the module: bank\."),
         (Weighted, r"attributes of the module: table\.weight"),
         (Normalized, r"attributes of the module: scale\.mean"),
+        (First, r"attributes of the module: kept\.loss.* batch_idx is 0"),
+        (FirstNumber, r"attributes of the module: kept\.loss"),
+        (FirstArray, r"attributes of the module: kept\.loss"),
+        (Used, "attributes of the module: bonus"),
+        (Registered, "attributes of the module: mean"),
         (Shadowed, r"attributes of the module: shadow\.values\.0"),
         (WarmUp, "attributes of the module: steps"),
         (OddSteps, "attributes of the module: steps"),
@@ -509,6 +593,13 @@ def test_what_cannot_be_put_right_is_named_once(kind, named):
     said = [str(each.message) for each in told if re.search("training changes| reads ", str(each.message))]
     assert len(said) == 1
     assert re.search(named, said[0])
+
+
+def test_what_low_rank_layers_remember_is_not_named():
+    low_rank = LowRank(MatrixProduct(), rank=2, role="update", summary=False)
+    loop = FederatedLoop(FedAvg(), partition=FromIndices(PARTS), summary=False)
+    with pytest.warns(UserWarning, match=r"attributes of the module: steps\. "):
+        train(made(Counting), range(23), low_rank, loop)
 
 
 class LargeTable(Base):
@@ -542,7 +633,7 @@ def test_a_large_tensor_is_not_copied_and_named_if_it_changes(monkeypatch):
 def test_attributes_that_no_step_reads_are_not_warned_of_and_stay(kind):
     with warnings.catch_warnings():
         warnings.filterwarnings("error", message="training changes|.* reads (global_step|total_batch_idx)")
-        module = federated(kind)
+        module = federated(kind, on_client_error="raise")
     torch.testing.assert_close(module.state_dict(), expected(kind))
     # 3, 2 and 2 batches: what was tried has left nothing.
     assert len(module.losses) == 7
@@ -552,10 +643,10 @@ def test_attributes_that_no_step_reads_are_not_warned_of_and_stay(kind):
 def test_nothing_is_said_of_what_no_client_leaves():
     with warnings.catch_warnings():
         warnings.filterwarnings("error", message="training changes|steps change")
-        federated(Remembering)
-        federated(WithCounted)
-        federated(WithAround)
-        federated(Base, execution="vectorized")
+        federated(Remembering, on_client_error="raise")
+        federated(WithCounted, on_client_error="raise")
+        federated(WithAround, on_client_error="raise")
+        federated(Base, on_client_error="raise", execution="vectorized")
 
 
 def test_what_optimizers_keep_is_named_where_clients_step_together(monkeypatch):
@@ -634,6 +725,12 @@ def test_a_buffer_that_changes_its_shape_is_refused():
 
     with pytest.raises(MisconfigurationException, match=r"centre from \[\] to \[\d\]"):
         federated(Growing)
+
+
+@pytest.mark.parametrize("kind", [UnsetAndSaved, RegisteredAndSaved])
+def test_a_saved_buffer_that_a_step_sets_first_is_refused(kind):
+    with pytest.raises(MisconfigurationException, match=r"buffers mean .*__init__.*persistent=False"):
+        federated(kind)
 
 
 @pytest.mark.slow

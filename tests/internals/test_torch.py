@@ -87,6 +87,8 @@ def test_the_tables_of_a_module():
     assert norm.weight is replaced
     assert [*internals.own_parameters(norm)] == ["weight", "bias", "nothing"]
     assert internals.own_buffers(norm).keys() == {"running_mean", "running_var", "num_batches_tracked"}
+    norm.register_buffer("late", None, persistent=False)
+    assert [internals.is_persistent(norm, key) for key in ("running_mean", "late")] == [True, False]
     child = nn.Linear(1, 1)
     assert [*internals.own_children(nn.Sequential(child, child))] == ["0", "1"]
 
