@@ -49,7 +49,7 @@ _FOREIGN = (
     *weakref.ProxyTypes,
 )
 _IS_FOREIGN: MutableMapping[type, bool] = weakref.WeakKeyDictionary()
-"""Answers of `_is_foreign`. A class of a fit refers to its trainer, which a strong key would keep."""
+"""Answers of `is_foreign`. A class of a fit refers to its trainer, which a strong key would keep."""
 _LIBRARIES = ("builtins.", "torch.", "torchmetrics.", "lightning.", "pytorch_lightning.", "lightning_lowrank.")
 _CONTAINERS = (list, dict, set, deque)
 _CONTAINERS_OF: MutableMapping[type, list[str]] = weakref.WeakKeyDictionary()
@@ -148,10 +148,11 @@ def reachable(
     name: str, root: Any, is_left_out: Callable[[Any], bool] = lambda item: False
 ) -> Iterator[tuple[str, Any]]:
     """`walk` within the user's module, without trainers, callbacks, loggers, datasets, and the run's own objects."""
-    return walk(name, root, lambda item: _is_foreign(type(item)) or is_left_out(item))
+    return walk(name, root, lambda item: is_foreign(type(item)) or is_left_out(item))
 
 
-def _is_foreign(kind: type) -> bool:
+def is_foreign(kind: type) -> bool:
+    """Whether objects of a class belong to a trainer, to data or to the run, and not to the user's module."""
     known = _IS_FOREIGN.get(kind)
     if known is None:
         # A Namespace is an exception, because a model may keep its settings in one.

@@ -49,6 +49,7 @@ from lightning_lowrank.federated.logbook import Logbook
 from lightning_lowrank.federated.privacy.mean import Drawing, PrivateMean
 from lightning_lowrank.federated.progress import Progress
 from lightning_lowrank.federated.protocols import UnequalClients, inherits
+from lightning_lowrank.federated.randomness import OwnGenerators
 from lightning_lowrank.federated.settings import FederatedSettings
 from lightning_lowrank.federated.state import State
 from lightning_lowrank.internals.advance import ClientTurns
@@ -169,6 +170,7 @@ class Rounds(OfTheRun):
         self._carried = None
         self._local.look = None if self.execution.stacked else self._look
         ends = ExitStack()
+        ends.callback(setattr, self._data.randomness, "own", None)
         if not inherits(self._algorithm, "before_step"):
             ends.callback(refuse_unseen_steps(self._trainer, type(self._algorithm).__name__))
         ends.callback(self._local.start())
@@ -311,6 +313,9 @@ class Rounds(OfTheRun):
             if not chunk.clients:
                 return chunk
         self._optimizers.apply_options(chunk.clients[0])
+        randomness = self._data.randomness
+        # Not looked up in `start`, because hooks of the fit's start may make generators.
+        randomness.own = randomness.own or OwnGenerators.of_fit(self._trainer)
         if self._local.look is not None and self._carried is None:
             self._carried = CarriedValues(self._trainer, self.execution.substituted)
         self._isolation.begin_client()

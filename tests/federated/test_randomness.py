@@ -3,10 +3,12 @@
 import pickle
 import random
 from functools import partial
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
+from lightning.pytorch.callbacks import Callback
 from torch import nn
 from torch.utils.data import ConcatDataset, DataLoader, Dataset, Subset, default_collate
 
@@ -15,7 +17,7 @@ from lightning_lowrank.federated.data.batches import Request, SeededBatches
 from lightning_lowrank.federated.randomness import OwnGenerators
 from tests.federated.execution.runs import UNEVEN
 from tests.grids import nightly_except
-from tests.helpers import Module, blobs, fit, network, trainer, weights
+from tests.helpers import Data, Module, assert_same, blobs, fit, network, trainer, weights
 
 GENERATORS = {
     "numpy": lambda: np.random.default_rng(3),
@@ -190,6 +192,68 @@ def test_rounds_are_the_same_again_together_and_with_workers(tmp_path, name):
     for number, end in enumerate(ends[1:]):
         for key, value in ends[0].items():
             torch.testing.assert_close(end[key], value, rtol=0, atol=1e-5 if number == 1 else 0)
+
+
+class Shifts:
+    """Shifts inputs by draws of a generator, and notes them."""
+
+    def __init__(self, generator, drawn):
+        self.generator, self.shifts = generator, []
+        for _ in range(drawn):
+            draw(generator)
+
+    def __call__(self, batch):
+        self.shifts.append(draw(self.generator))
+        return [batch[0] + self.shifts[-1], *batch[1:]]
+
+
+class ShiftsInSteps(Module):
+    shift = staticmethod(lambda batch: batch)
+
+    def training_step(self, batch, batch_idx):
+        return super().training_step(self.shift(batch), batch_idx)
+
+
+class ShiftsTransfers(Data):
+    def on_after_batch_transfer(self, batch, dataloader_idx):
+        return self.shift(batch)
+
+
+class ShiftsBatches(Callback):
+    def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
+        batch[0].copy_(self.shift(batch)[0])
+
+
+@pytest.mark.parametrize(
+    ("holder", "name"), [*(("module", name) for name in GENERATORS), ("datamodule", "numpy"), ("callback", "numpy")]
+)
+def test_generators_around_a_step_are_seeded_with_it_and_given_back(tmp_path, holder, name):
+    ends = []
+    for drawn in (0, 3):
+        module, kind, callback = ShiftsInSteps(), ShiftsTransfers if holder == "datamodule" else Data, ShiftsBatches()
+        data = kind()
+        shift = {"module": module, "datamodule": data, "callback": callback}[holder].shift = Shifts(
+            GENERATORS[name](), drawn
+        )
+        callbacks = [callback] if holder == "callback" else []
+        loop = FederatedLoop(FedAvg(), partition=FromIndices(UNEVEN), summary=False)
+        fit(trainer(tmp_path, loop, *callbacks, max_epochs=1, limit_val_batches=0), module, data)
+        assert len({*shift.shifts}) == len(shift.shifts) == 16
+        assert draw(shift.generator) == Shifts(GENERATORS[name](), drawn)([0.0])[0]
+        ends.append(weights(module))
+    assert_same(*ends)
+
+
+def test_what_is_no_generator_of_the_users_is_left_alone():
+    class Seeding(Module):
+        def set_random_seed(self, seed):
+            raise AssertionError("a module may seed other things by it")
+
+    module = Module()
+    module.part, module.data = Seeding(), Noisy(Noise(random.Random(3)))
+    fitted = SimpleNamespace(lightning_module=module, datamodule=None, callbacks=[])
+    OwnGenerators.of_fit(fitted).seed(0)
+    assert draw(module.data.transforms[0]["noise"].rng) == random.Random(3).random()
 
 
 class Callable(Module):

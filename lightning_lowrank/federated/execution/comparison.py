@@ -37,7 +37,7 @@ from lightning_lowrank.federated.execution.snapshot import Snapshot, trial
 from lightning_lowrank.federated.execution.stack import ClientStack, captured_logs
 from lightning_lowrank.federated.failures import is_memory_error
 from lightning_lowrank.federated.objective import loss_of
-from lightning_lowrank.federated.randomness import StepRandomness
+from lightning_lowrank.federated.randomness import OwnGenerators, StepRandomness
 from lightning_lowrank.federated.state import trained_tensors
 from lightning_lowrank.internals.torch import TorchDispatchMode, random_states
 
@@ -87,6 +87,7 @@ class _Comparison:
         self._live = trained_tensors(module)
         self._snapshot = Snapshot(module, trainer.optimizers)
         self._randomness = StepRandomness(module.device)
+        self._own = self._randomness.own = OwnGenerators.of_fit(trainer)
         self._cause = ""
         self._logged_by_some: set[str] = set()
         types = {value.dtype for value in self._live.values()}
@@ -186,7 +187,7 @@ class _Comparison:
         takes_index = is_param_in_hook_signature(module.training_step, "batch_idx", min_args=2)
         numbers = numbers_of(module)
         self._randomness.seed(seed)
-        drawn_from = repr((random.getstate(), np.random.get_state()))
+        drawn_from, own = repr((random.getstate(), np.random.get_state())), self._own.describe()
         try:
             logs = captured_logs(module, {}, lambda name, metric: ValueError(name))
             with logs as logged, self._trainer.precision_plugin.train_step_context():
@@ -201,6 +202,8 @@ class _Comparison:
             self._cause = reason_of_number(changed) if changed else ""
             if repr((random.getstate(), np.random.get_state())) != drawn_from:
                 self._cause = "it draws from random or NumPy, which gives one number to all clients"
+            if self._own.describe() != own:
+                self._cause = "it draws from a generator that the module holds, which gives one number to all clients"
             return {
                 ("its loss", ""): loss.detach(),
                 **{("what it logs as", name): value for name, value in self._logged(logged).items()},

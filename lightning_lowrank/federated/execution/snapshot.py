@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 import functools
-import random
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -27,6 +26,7 @@ from lightning_lowrank.federated.leaks import (
     reachable,
     refuse_frozen,
 )
+from lightning_lowrank.federated.randomness import restore_of_generator
 from lightning_lowrank.internals.lightning import batch_transfer
 from lightning_lowrank.internals.replaced import replaced
 
@@ -62,19 +62,12 @@ class Snapshot:
             return None if isinstance(item, np.memmap) else functools.partial(np.copyto, item, item.copy())
         if isinstance(item, (dict, list, set, deque)):
             return functools.partial(_restore_container, item, item.copy())
-        if isinstance(item, (torch.Generator, np.random.RandomState)):
-            set_state: Callable[[Any], Any] = item.set_state
-            return functools.partial(set_state, item.get_state())
-        if isinstance(item, random.Random):
-            return functools.partial(item.setstate, item.getstate())
-        if isinstance(item, np.random.Generator):
-            return functools.partial(setattr, item.bit_generator, "state", item.bit_generator.state)
         if hasattr(type(item), "__next__"):
             raise MisconfigurationException(
                 f"{as_code(name)} is of {type(item).__name__}, which cannot be restored after a trial of the training"
                 " step"
             )
-        return None
+        return restore_of_generator(item)
 
     def restore(self) -> None:
         """Restore the state of the snapshot."""

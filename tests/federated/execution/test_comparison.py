@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
@@ -181,6 +182,20 @@ def test_both_ways_are_given_the_same_draws(tmp_path, module):
     start = weights(module().net)
     end = weights(together(tmp_path, module()).net)
     assert not torch.equal(end["0.weight"], start["0.weight"])
+
+
+class HeldDraws(Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.draws = np.random.default_rng(3)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        return self.loss(batch) * self.draws.random()
+
+
+def test_draws_of_a_generator_of_the_module_are_named(tmp_path):
+    with pytest.raises(MisconfigurationException, match="it draws from a generator that the module holds"):
+        together(tmp_path, HeldDraws())
 
 
 @pytest.mark.parametrize("module", [OwnDraws, AttendingAlone])
