@@ -395,6 +395,23 @@ def is_persistent(module: nn.Module, key: str) -> bool:
     return key not in module._non_persistent_buffers_set
 
 
+def leaves_of(tensor: Tensor) -> set[Tensor]:
+    """The leaves that a tensor's gradient reaches in its graph."""
+    found: set[Tensor] = set()
+    seen: set[Any] = set()
+    queue: list[Any] = [tensor.grad_fn]
+    while queue:
+        node = queue.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        leaf = getattr(node, "variable", None)
+        if leaf is not None:
+            found.add(leaf)
+        queue += [following for following, _ in node.next_functions]
+    return found
+
+
 def has_hooks(tensor: Tensor) -> bool:
     """Whether a tensor has gradient hooks, as from `Tensor.register_hook`."""
     return bool(tensor._backward_hooks or getattr(tensor, "_post_accumulate_grad_hooks", None))

@@ -115,6 +115,13 @@ def test_forward_hooks_are_removed_by_their_functions():
     assert not any(tables.values())
 
 
+def test_the_leaves_of_a_graph():
+    used, unused, inputs = (torch.ones(2, 3, requires_grad=each) for each in (True, True, False))
+    losses = torch.func.vmap(lambda value, each: (value * each).sum())(used, inputs)
+    assert internals.leaves_of(losses + (unused.detach() * losses.mean()).sum()) == {used}
+    assert internals.leaves_of(inputs) == set()
+
+
 def test_state_dicts_tell_versions():
     source, target = nn.BatchNorm1d(3).state_dict(), {}
     holder = type(source)(target)

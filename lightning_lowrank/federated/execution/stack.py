@@ -26,6 +26,7 @@ from torch.optim import Optimizer
 from torch.random import fork_rng
 from torchmetrics import Metric
 
+from lightning_lowrank.arguments import join_names
 from lightning_lowrank.federated.client_optimizers import fresh_state, is_shared
 from lightning_lowrank.federated.data.batches import DiffersBetweenClients, OfEachClient, Places, batch_of
 from lightning_lowrank.federated.execution.base import while_training
@@ -41,6 +42,7 @@ from lightning_lowrank.internals.replaced import replaced
 from lightning_lowrank.internals.torch import (
     as_rows,
     is_mapped,
+    leaves_of,
     own_buffers,
     own_parameters,
     random_states,
@@ -132,6 +134,8 @@ class ClientStack(OfTheRun):
         self.round_state: State = {}
         self._homes = _locations(module, {tensor: name for name, tensor in live.items()})
         self._deferrable = self._weights_of_linear_layers() if defers else []
+        # The comparison tries a step of all optimizers.
+        self._none_is_zero = self._guard.silent or (defers and all(map(_ignores_zeros, trainer.optimizers)))
         # Compiled steps come in few stack sizes, which may exceed the number of clients.
         rows = count if compiled is None else max(count, compiled.size_for(count))
         first = {**live, **(start or {})}
@@ -250,6 +254,7 @@ class ClientStack(OfTheRun):
         if together:
             self._guard.before_step()
         total: Tensor | None = None
+        of_parts: list[Tensor] = []
         logged, deferred = _Logged(self._logbook), self.deferred()
         for places, batch in parts:
             part = _Part(self, places, batch, batch_idx, logged.settings, deferred, apart=len(parts) > 1)
@@ -261,7 +266,9 @@ class ClientStack(OfTheRun):
                 # Not for a single client, whose values in attributes are plain tensors that later steps may read.
                 self._guard.after_part()
             total = losses.sum() if total is None else total + losses.sum()
+            of_parts.append(losses)
             logged.add(values, places.samples)
+        self._refuse_unequal_use(of_parts)
         if together:
             self._guard.after_step(mapped)
         logged.log()
@@ -288,15 +295,34 @@ class ClientStack(OfTheRun):
         for leaf in self.leaves.values():
             leaf.grad = None
         total: Tensor | None = None
+        used: list[Collection[str]] = []
         for places, batch in parts:
             part = _Part(self, places, batch, batch_idx, logged.settings, {}, apart=len(parts) > 1)
             found = self._compiled_part(compiled, size, part) if places is full[0] else None
             losses, values = part.backward() if found is None else found
             part.put_back()
             total = losses.sum() if total is None else total + losses.sum()
+            used.append(part.used)
             logged.add(values, places.samples)
+        self._refuse_unequal(used)
         logged.log()
         return total
+
+    def _refuse_unequal_use(self, losses: Sequence[Tensor]) -> None:
+        """Refuse a step in which some clients or parts use parameters that others do not."""
+        if len(losses) > 1 and not self._none_is_zero:
+            leaves = [leaves_of(loss) for loss in losses]
+            self._refuse_unequal([{n for n, leaf in self.leaves.items() if leaf in found} for found in leaves])
+
+    def _refuse_unequal(self, used: Sequence[Collection[str]]) -> None:
+        if len(used) > 1 and not self._none_is_zero:
+            unequal = [name for name in self.leaves if 0 < sum(name in names for names in used) < len(used)]
+            if unequal:
+                raise CannotMap(
+                    f"some clients of a step do not use {join_names(unequal)}, which others use, and would get"
+                    " gradients of zero in place of none",
+                    self._falls_back,
+                )
 
     def _compiled_part(
         self, compiled: CompiledSteps, size: int, part: _Part
@@ -451,6 +477,7 @@ class ClientStack(OfTheRun):
         A value that some of the clients do not log has an entry for each of the others.
         """
         each = [run(*_of_client(stacks, place)) for place in range(_clients_in(stacks))]
+        self._refuse_unequal_use([loss for loss, _ in each])
         names = dict.fromkeys(name for _, logged in each for name in logged)
         values = {name: torch.stack([logged[name] for _, logged in each if name in logged]) for name in names}
         return torch.stack([loss for loss, _ in each]), values
@@ -531,6 +558,14 @@ def captured_logs(
 
     with replaced(module, log=log):
         yield captured
+
+
+def _ignores_zeros(optimizer: Optimizer) -> bool:
+    """Whether a gradient of zero is the same to an optimizer as none."""
+    kept = ("momentum", "weight_decay")
+    return type(optimizer) is torch.optim.SGD and not any(
+        group[name] for group in optimizer.param_groups for name in kept
+    )
 
 
 def _refuse_metric(name: str, metric: Metric) -> MisconfigurationException:

@@ -83,6 +83,25 @@ def test_steps_are_compiled_for_four_sizes_at_most(tmp_path, used):
     assert set(made._steps) == set(filter(None, used)) == {1, 3}
 
 
+class UsesScale(Module):
+    """Uses a parameter in full batches alone, the momentum of which goes on in shorter ones."""
+
+    def __init__(self):
+        super().__init__(optimizer=partial(torch.optim.SGD, lr=0.1, momentum=0.9))
+        self.scale = nn.Parameter(torch.ones(()))
+
+    def loss(self, batch):
+        return super().loss(batch) * (self.scale if len(batch[0]) == 8 else 1)
+
+
+@pytest.mark.slow
+def test_parameters_that_some_of_the_clients_use_are_refused(tmp_path, used, traced):
+    clients = FromIndices([range(30), range(30, 62), range(62, 96)])
+    with pytest.raises(MisconfigurationException, match="some clients of a step do not use scale"):
+        run(tmp_path, "vectorized", module=UsesScale, compile=True, partition=clients)
+    assert used.count(3) == 1
+
+
 class UsesNumber(Module):
     """Computes by the number of the step."""
 

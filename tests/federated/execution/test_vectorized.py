@@ -610,3 +610,57 @@ def test_figures_that_the_first_client_does_not_log(tmp_path):
     first, second = (fitted.callback_metrics for *_, fitted in both(tmp_path, data=data, module=OfTasks, trainer=once))
     names = [f"loss of task {number}" for number in range(len(UNEVEN))]
     torch.testing.assert_close([first[name] for name in names], [second[name] for name in names])
+
+
+class Heads(Module):
+    """Has a head for each task, which a batch names."""
+
+    def __init__(self, **settings):
+        super().__init__(**settings)
+        self.heads = nn.ModuleDict({f"task {number}": nn.Linear(4, 4) for number in range(len(UNEVEN))})
+
+    def loss(self, batch):
+        return nn.functional.cross_entropy(self.heads[batch[2]](self.net(batch[0])), batch[1])
+
+
+class BySize(Module):
+    """Uses a parameter in full batches alone, or in none."""
+
+    size = 8
+
+    def __init__(self, **settings):
+        super().__init__(**settings)
+        self.scale = nn.Parameter(torch.ones(()))
+
+    def loss(self, batch):
+        return super().loss(batch) * (self.scale if len(batch[0]) == self.size else 1)
+
+
+class Never(BySize):
+    size = None
+
+
+MOMENTUM, DECAY = (partial(torch.optim.SGD, lr=0.1, **each) for each in ({"momentum": 0.9}, {"weight_decay": 0.1}))
+
+
+def used_by_some(module, optimizer):
+    settings = {"module": partial(module, **({} if optimizer is None else {"optimizer": optimizer}))}
+    if module is Heads:
+        # Clients whose batches are of one size.
+        settings |= {"participants": [[1, 2, 3]], "local_steps": 2}
+        settings["data"] = Data(Tasks(*Double().train.tensors), collate_fn=one_task)
+    return {**settings, "trainer": {"max_epochs": 1}}
+
+
+@pytest.mark.filterwarnings("ignore:execution='vectorized'. it reads batch")
+@pytest.mark.parametrize(("module", "optimizer"), [(Heads, DECAY), (BySize, MOMENTUM), (BySize, DECAY)])
+def test_parameters_that_some_of_the_clients_use_are_refused(tmp_path, module, optimizer):
+    with pytest.raises(MisconfigurationException, match=r"some clients of a step do not use (heads\.task|scale)"):
+        run(tmp_path, "vectorized", **used_by_some(module, optimizer))
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:execution='vectorized'. it reads batch")
+@pytest.mark.parametrize(("module", "optimizer"), [(Heads, None), (BySize, None), (Never, MOMENTUM)])
+def test_parameters_that_no_optimizer_or_no_client_misses(tmp_path, module, optimizer):
+    both(tmp_path, **used_by_some(module, optimizer))
