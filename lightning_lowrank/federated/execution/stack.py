@@ -16,6 +16,7 @@ from typing import Any
 import lightning.pytorch as pl
 import torch
 from lightning.pytorch.utilities import rank_zero_warn
+from lightning.pytorch.utilities.data import extract_batch_size
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
 from lightning_utilities.core.apply_func import apply_to_collection
@@ -38,6 +39,7 @@ from lightning_lowrank.federated.leaks import OfTheRun, reachable
 from lightning_lowrank.federated.logbook import Logbook
 from lightning_lowrank.federated.objective import loss_of
 from lightning_lowrank.federated.state import State
+from lightning_lowrank.internals.lightning import rows_of
 from lightning_lowrank.internals.replaced import replaced
 from lightning_lowrank.internals.torch import (
     as_rows,
@@ -267,7 +269,7 @@ class ClientStack(OfTheRun):
                 self._guard.after_part()
             total = losses.sum() if total is None else total + losses.sum()
             of_parts.append(losses)
-            logged.add(values, places.samples)
+            logged.add(values, places.samples, batch)
         self._refuse_unequal_use(of_parts)
         if together:
             self._guard.after_step(mapped)
@@ -303,7 +305,7 @@ class ClientStack(OfTheRun):
             part.put_back()
             total = losses.sum() if total is None else total + losses.sum()
             used.append(part.used)
-            logged.add(values, places.samples)
+            logged.add(values, places.samples, batch)
         self._refuse_unequal(used)
         logged.log()
         return total
@@ -596,8 +598,17 @@ def _clients_in(stacks: Stacks) -> int:
     return len(next(iter(stacks[0].values())))
 
 
+def _size_of_one(batch: Any, samples: int) -> int:
+    """The size of one client's batch as Lightning infers it, which is that of its first tensor's first dimension."""
+    first = next(iter(batch.values())) if type(batch) is dict else batch[0] if type(batch) in (list, tuple) else batch
+    if isinstance(first, Tensor) and first.ndim > 1 and first.shape[1] == samples:
+        return samples
+    own = batch_of(batch, 0)
+    return rows_of(own) or extract_batch_size(own)
+
+
 class _Logged:
-    """The logged values of a step, one per client, weighted by batch sizes.
+    """The logged values of a step, one per client, weighted by batch sizes as Lightning infers them.
 
     Args:
         logbook: Takes it; ``None``: nobody does, as in a trial.
@@ -608,11 +619,15 @@ class _Logged:
         self.settings: dict[str, dict[str, Any]] = {}
         self._values: list[tuple[str, Tensor, int]] = []
 
-    def add(self, values: Mapping[str, Tensor], samples: int) -> None:
-        """Add clients' logged values; each client's batch has ``samples`` samples."""
+    def add(self, values: Mapping[str, Tensor], samples: int, batch: Any) -> None:
+        """Add clients' logged values; each client's batch in ``batch`` has ``samples`` samples."""
+        size = 0
         for key, value in values.items():
-            own = self.settings[key].get("batch_size")
-            self._values.append((key, value.flatten(), samples if own is None else own))
+            settings = self.settings[key]
+            weight = settings.get("batch_size")
+            if weight is None and self._logbook is not None and settings.get("on_epoch"):
+                weight = size = size or _size_of_one(batch, samples)
+            self._values.append((key, value.flatten(), samples if weight is None else weight))
 
     def log(self) -> None:
         """Pass all values on to the logbook, after the step of all clients."""

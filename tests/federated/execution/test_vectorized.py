@@ -581,6 +581,25 @@ def test_figures_are_reduced_as_of_clients_one_after_another(tmp_path):
         torch.testing.assert_close(first[name], second[name])
 
 
+def time_first(samples):
+    """Inputs as ``[features, batch]``, whose size Lightning takes for the number of features."""
+    inputs, targets = default_collate(samples)
+    return inputs.T, targets
+
+
+class TimeFirst(Module):
+    def loss(self, batch):
+        return super().loss((batch[0].T, batch[1]))
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:Trying to infer the `batch_size`")
+def test_figures_are_weighted_by_the_size_that_lightning_infers(tmp_path):
+    data = Data(Double().train, collate_fn=time_first)
+    first, second = (fitted.callback_metrics for *_, fitted in both(tmp_path, data=data, module=TimeFirst))
+    torch.testing.assert_close(first["train_loss"], second["train_loss"], rtol=1e-10, atol=0)
+
+
 class OfTasks(Module):
     """Logs a figure for each task, which a batch names."""
 
