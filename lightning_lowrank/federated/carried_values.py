@@ -89,7 +89,7 @@ class CarriedValues:
         far = self._far_numbers()
 
         def begin_with_far() -> None:
-            self._put_back()
+            # On the present values, of which a number may tell, such as the length of a table that was made once.
             for container, key, value in far:
                 container[key] = value
 

@@ -247,8 +247,9 @@ def refuse_frozen(changed: Sequence[str]) -> None:
 class Isolation:
     """Keeps the changes that one client's steps make to the module away from the next client.
 
-    - Buffers outside of the state dict get their values at the start of the fit back, which may be ``None``.
-    - Buffers of the state dict that get their first value in a step of the first two clients are refused.
+    - Buffers outside of the state dict get their values at the start of the fit back.
+    - Buffers of the state dict that get their first value in a step of the first two clients are refused. Others count
+      as attributes.
     - A buffer that is replaced by assignment is filled in place instead, so that sending and loading reach it.
     - Frozen parameters that change are refused, unless ``FederatedLoop(ema_parameters=...)`` has them averaged.
     - Attributes that the first two clients change are `suspects`, which may reach later clients.
@@ -273,8 +274,6 @@ class Isolation:
         buffers = list(_buffers(self._module))
         self._sent = [] if stacked else [each for each in buffers if id(each.tensor) in sent]
         self._not_sent = [(each, each.tensor.detach().clone()) for each in buffers if id(each.tensor) not in sent]
-        unset = (place for place in _places(self._module) if place[1][place[2]] is None)
-        self._unset = {name: (table, key) for name, table, key, persistent in unset if not persistent}
         self._rewritten: set[str] = set()
         self._named: set[str] = set()
         self.suspects: list[str] = []
@@ -325,7 +324,7 @@ class Isolation:
             self.watched += 1
 
     def _new_buffers(self) -> list[str]:
-        """Names of the buffers outside of the state dict that a client's steps have registered.
+        """Names of the buffers outside of the state dict that got their first value in a client's steps.
 
         Raises:
             MisconfigurationException: If the steps have given a buffer of the state dict its first value.
@@ -337,7 +336,7 @@ class Isolation:
                 f"training gives the module's buffers {join_names(saved)} their first value, and clients are averaged:"
                 " register each in __init__ with a tensor of its shape, or with persistent=False."
             )
-        return [each.name for each in new if each.name not in self._unset]
+        return [each.name for each in new]
 
     @property
     def is_over(self) -> bool:
@@ -351,8 +350,6 @@ class Isolation:
             if buffer.table.get(buffer.key) is not buffer.tensor or memory_fingerprint(buffer.tensor) != buffer.version:
                 buffer.table[buffer.key] = buffer.tensor.copy_(value)
                 buffer.version = memory_fingerprint(buffer.tensor)
-        for table, key in self._unset.values():
-            table[key] = None
 
 
 @dataclass
@@ -379,24 +376,15 @@ class _Buffer:
         self.table[self.key] = self.tensor.copy_(assigned)
 
 
-def _places(module: nn.Module) -> Iterator[tuple[str, MutableMapping[str, Any], str, bool]]:
-    """The name, table, key and persistence of a module's buffers, with those that are ``None``.
-
-    Those of metrics and changes of quantised base weights are left out.
-    """
+def _buffers(module: nn.Module) -> Iterator[_Buffer]:
+    """A module's buffers, except those of metrics and changes of quantised base weights."""
     metrics = tuple(name + "." for name, part in module.named_modules() if isinstance(part, Metric))
     for prefix, part in module.named_modules():
         table = own_buffers(part)
-        for key, _ in table.items():
-            if not is_base_change(key) and not f"{prefix}.".startswith(metrics):
-                yield f"{prefix}.{key}".lstrip("."), table, key, is_persistent(part, key)
-
-
-def _buffers(module: nn.Module) -> Iterator[_Buffer]:
-    """A module's buffers in these places that are not ``None``."""
-    for name, table, key, persistent in _places(module):
-        if table[key] is not None:
-            yield _Buffer(name, table, key, table[key], memory_fingerprint(table[key]), persistent)
+        for key, tensor in table.items():
+            if tensor is not None and not is_base_change(key) and not f"{prefix}.".startswith(metrics):
+                name, version = f"{prefix}.{key}".lstrip("."), memory_fingerprint(tensor)
+                yield _Buffer(name, table, key, tensor, version, is_persistent(part, key))
 
 
 class _Attributes:

@@ -312,6 +312,7 @@ class Remembering(Base):
     def __init__(self):
         super().__init__()
         self.register_buffer("positions", None, persistent=False)
+        self.longest = 0
         self.seen = {}
         self.metric = MeanMetric()
         self.collection = MetricCollection({"mean": MeanMetric()})
@@ -323,8 +324,8 @@ class Remembering(Base):
         if self.mask is None:
             self.mask, self.array = torch.ones(3), np.ones(3)
             self.register_buffer("angles", torch.ones(3), persistent=False)
-        if self.positions is None:
-            self.positions = torch.arange(3)
+        if self.longest < 3:
+            self.positions, self.longest = torch.arange(3), 3
         self.metric.update(1.0)
         self.collection.update(1.0)
         return self.ones * self.mask[0] * self.angles[0] * self.positions[1] * self.array[0]
@@ -505,7 +506,7 @@ def expected(kind):
 @pytest.mark.parametrize(
     "kind",
     [
-        *(Unsaved, UnsavedAndAssigned, Assigned, Unset, EverySecond, ByAnotherName, Starred),
+        *(Unsaved, UnsavedAndAssigned, Assigned, EverySecond, ByAnotherName, Starred),
         *(Clamped, ByHand, LastBatch, LastBatchInHooks, RateByHand, ByNumberOfBatches, ByLengthOfLoader),
     ],
 )
@@ -574,6 +575,7 @@ def test_patterns_of_other_parameters_are_refused(patterns, said):
         (FirstNumber, r"attributes of the module: kept\.loss"),
         (FirstArray, r"attributes of the module: kept\.loss"),
         (Used, "attributes of the module: bonus"),
+        (Unset, "attributes of the module: mean"),
         (Registered, "attributes of the module: mean"),
         (Shadowed, r"attributes of the module: shadow\.values\.0"),
         (WarmUp, "attributes of the module: steps"),
