@@ -6,6 +6,7 @@ import copy
 import json
 import math
 import re
+import warnings
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -14,7 +15,6 @@ from typing import Any
 
 import safetensors.torch
 import torch
-from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor, nn
 
 from lightning_lowrank.arguments import join_names
@@ -98,6 +98,7 @@ def export_adapter(
 
     Example:
         >>> import tempfile
+    import warnings
         >>> from lightning_lowrank import MatrixProduct, convert
         >>> network = nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 3))
         >>> _ = convert(network, MatrixProduct(), rank=1, alpha=2, init="lora", freeze_rest=True)
@@ -399,9 +400,10 @@ def export_wrapped(
     own = {*network.parameters(), *inner.parameters()}
     outside = [name for name, value in module.named_parameters() if value.requires_grad and value not in own]
     if outside:
-        rank_zero_warn(
+        warnings.warn(
             f"the folder {folder} has no {join_names(outside)}, which are trained outside of the model that PEFT"
-            f" wrapped: save them as well, or {_DENSE}."
+            f" wrapped: save them as well, or {_DENSE}.",
+            stacklevel=2,
         )
     return _write(folder, config, tensors)
 
