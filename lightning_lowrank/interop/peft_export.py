@@ -98,7 +98,6 @@ def export_adapter(
 
     Example:
         >>> import tempfile
-    import warnings
         >>> from lightning_lowrank import MatrixProduct, convert
         >>> network = nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 3))
         >>> _ = convert(network, MatrixProduct(), rank=1, alpha=2, init="lora", freeze_rest=True)
