@@ -182,7 +182,7 @@ def restore_of_generator(item: Any) -> functools.partial[Any] | None:
     if isinstance(item, (torch.Generator, np.random.RandomState)):
         set_state: Callable[[Any], Any] = item.set_state
         return functools.partial(set_state, item.get_state())
-    if isinstance(item, random.Random):
+    if isinstance(item, random.Random) and not isinstance(item, random.SystemRandom):
         return functools.partial(item.setstate, item.getstate())
     if isinstance(item, np.random.Generator):
         return functools.partial(setattr, item.bit_generator, "state", item.bit_generator.state)
