@@ -300,6 +300,7 @@ def test_a_site_without_its_file_goes_on_as_a_new_one(tmp_path, monkeypatch, nam
     assert all(value.isfinite().all() for value in model_of(served).values())
 
 
+@pytest.mark.slow
 def test_a_site_that_was_not_drawn_does_not_fail_the_round(tmp_path, monkeypatch):
     """It says that it has lost its state when it is told of a round that it sits out."""
     federated = {"algorithm": "FedMUD", "clients_per_round": 2}

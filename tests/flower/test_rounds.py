@@ -88,6 +88,7 @@ def test_sites_with_data_of_their_own(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("named", [True, False])
+@pytest.mark.slow
 def test_sites_that_lack_a_class_number_the_others_alike(tmp_path, monkeypatch, named):
     """Each site numbers the names of its own data, unless the recipe lists them."""
     monkeypatch.chdir(tmp_path)
