@@ -20,7 +20,7 @@ from lightning_lowrank.data.classes import check_class_names, is_number
 from lightning_lowrank.data.client_datasets import ClientDatasets, Split, join_arrays
 from lightning_lowrank.data.tables import Table, read_table
 from lightning_lowrank.extras import import_extra
-from lightning_lowrank.federated.data.columns import refuse_empty, to_column
+from lightning_lowrank.federated.data.columns import is_blank, is_missing, refuse_empty, to_column
 from lightning_lowrank.federated.data.partitions import natural_sort_key
 from lightning_lowrank.federated.data.plain_files import read_plain
 from lightning_lowrank.federated.data.rows import Rows
@@ -121,7 +121,7 @@ class ClientArrays(ClientDatasets):
         """A client's targets; strings are numbered as ``classes`` says, or in order of first appearance."""
         array = np.asarray(targets)
         strings = array.dtype.kind in "USO"
-        if strings and any(map(_is_missing, array.reshape(-1).tolist())):
+        if strings and any(is_blank(each) or is_missing(each) for each in array.reshape(-1).tolist()):
             raise MisconfigurationException(
                 f"{type(self).__name__}: client {name!r} has targets that are empty, None or NaN: leave the samples out"
             )
@@ -307,8 +307,8 @@ class ClientFiles(ClientArrays):
 
     ``root`` holds the clients' files and folders, or a folder ``train`` and a folder ``test`` that do. In a client's
     folder, a file called ``test`` is of its test data, and all others are of its training data. Names of splits and
-    suffixes are in capitals or not. A client's name is that
-    of its file, without suffix, or folder; clients come in natural order (``u2`` before ``u10``).
+    suffixes are in capitals or not. A client's name is that of its file, without suffix, or folder; clients come in
+    natural order (``u2`` before ``u10``).
 
     Files are ``.npz`` with the arrays ``x`` and ``y``, or, as PFLlib's, with a dictionary of them; or tables: ``.csv``,
     ``.tsv``, ``.jsonl``, ``.json`` and ``.parquet``, which needs the extra ``pyarrow``. Images in folders are read by
@@ -526,7 +526,7 @@ class _Columns:
             MisconfigurationException: If there is no such column, another one, or a cell is empty or no finite number.
         """
         targets = table[table.find([self._target], f"target={self._target!r}")]
-        missing = next((row for row, cell in enumerate(targets) if _is_missing(cell)), None)
+        missing = next((row for row, cell in enumerate(targets) if is_blank(cell) or is_missing(cell)), None)
         if missing is not None:
             raise MisconfigurationException(f"{table.place(missing)}: {self._target!r} has no value: leave the row out")
         others = [name for name in table.column_names if name not in (self._target, *self.no_inputs)]
@@ -552,12 +552,6 @@ class _Columns:
                 " leave the row out"
             )
         return inputs, found
-
-
-def _is_missing(cell: Any) -> bool:
-    if isinstance(cell, (str, bytes)):
-        return not cell.strip()
-    return cell is None or (isinstance(cell, float) and math.isnan(cell))
 
 
 def _numbers(table: Table, name: str) -> np.ndarray:

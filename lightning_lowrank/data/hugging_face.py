@@ -15,6 +15,7 @@ from lightning_lowrank.data.images import TensorImages
 from lightning_lowrank.data.own_images import OwnImages, Pictures, choose_splits
 from lightning_lowrank.data.tables import check_stored, load_splits, split_of
 from lightning_lowrank.extras import import_extra
+from lightning_lowrank.federated.data.columns import is_blank
 
 _LABELS = ("label", "labels", "target")
 
@@ -153,8 +154,7 @@ class HuggingFaceImages(OwnImages):
         named = isinstance(kind, self._datasets.ClassLabel)
         for row, value in enumerate(values):
             # Label -1 marks hidden labels on the hub.
-            empty = isinstance(value, str) and not value.strip()
-            if value is None or empty or (named and value < 0):
+            if value is None or is_blank(value) or (named and value < 0):
                 raise MisconfigurationException(
                     f"{source}, row {row}: {label!r} has {value!r} in place of a label; name another split, or leave"
                     " such rows out by dataset.filter"

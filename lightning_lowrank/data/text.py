@@ -15,6 +15,7 @@ from lightning_lowrank.data.glue import COLA_COLUMNS, LABEL, glue_task
 from lightning_lowrank.data.tables import Table, read_table, read_text
 from lightning_lowrank.data.text_splits import TextSplits, names_of_parts
 from lightning_lowrank.data.tokenized import PadTexts, TokenizedTexts
+from lightning_lowrank.federated.data.columns import is_blank
 
 _HEADER_LABELS = ("label", "labels")
 _TEXT = (("text", "sentence"),)
@@ -177,7 +178,7 @@ class TextClassification(TextSplits):
             return None
         column = table.find(self._label, "label")
         # An empty cell of a .csv file is a label that is missing.
-        values = [None if isinstance(value, str) and not value.strip() else value for value in table[column]]
+        values = [None if is_blank(value) else value for value in table[column]]
         kept_back = self.dataset is not None and (
             self.regression or column in table.classes or (self.classes is not None and "-1" not in self.classes)
         )

@@ -129,7 +129,13 @@ def refuse_empty(names: Sequence[str] | Column, source: str) -> None:
         refuse_missing(np.flatnonzero(np.char.strip(column) == "").tolist(), len(column), source)
 
 
-def _is_missing(entry: Any) -> bool:
+def is_blank(entry: Any) -> bool:
+    """Whether an entry is a text without a letter, as an empty cell of a CSV file is read."""
+    return isinstance(entry, (str, bytes)) and not entry.strip()
+
+
+def is_missing(entry: Any) -> bool:
+    """Whether an entry is ``None``, NaN, or the missing value of pandas."""
     return entry is None or (isinstance(entry, float) and entry != entry) or type(entry).__name__ in _MISSING
 
 
@@ -142,7 +148,7 @@ def to_column(values: Any, source: str, advice: str) -> Column:
         array = values
     else:
         entries = [entry.tolist() if isinstance(entry, Tensor) else entry for entry in values]
-        refuse_missing([place for place, entry in enumerate(entries) if _is_missing(entry)], len(entries), source)
+        refuse_missing([place for place, entry in enumerate(entries) if is_missing(entry)], len(entries), source)
         if len({isinstance(entry, str) for entry in entries}) > 1:
             raise MisconfigurationException(f"{source} mixes strings with other types: {advice}")
         try:
