@@ -20,6 +20,7 @@ from lightning_lowrank.aggregation.aggregator import (
     home_of,
     result_dtype,
     to_float64,
+    working_dtype,
 )
 from lightning_lowrank.internals.torch import add_each, divide_each
 
@@ -252,7 +253,7 @@ class WeightedMean(Aggregator):
 
 
 def _zeros(change: Tensor) -> Tensor:
-    return torch.zeros_like(change, dtype=torch.promote_types(change.dtype, torch.float32))
+    return torch.zeros_like(change, dtype=working_dtype(change.dtype))
 
 
 def _adds_exactly(value: Tensor) -> bool:

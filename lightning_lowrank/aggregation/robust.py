@@ -143,7 +143,7 @@ class RobustRule(KeepsArrivals):
         found = self._aggregate(names, places, counts)
         for name in first:
             if name not in found:
-                rows = torch.stack([*map(_wide, self._all(name))])
+                rows = torch.stack(list(map(_wide, self._all(name))))
                 found[name] = rows.sort(dim=0).values[(len(self.kept) - 1) // 2]
         return {
             name: found[name].to(result_dtype(value.dtype, least)).to(value.device) for name, value in first.items()

@@ -120,8 +120,8 @@ class FedPer(LocalPart):
 
     Args:
         patterns: Which tensors stay with the clients, by their names or any run of a name's parts, with the wildcards
-            of `fnmatch`: ``["classifier"]`` is the whole submodule ``classifier``. A tensor
-            that is part of two layers, such as a tied embedding, stays if either of its names matches.
+            of `fnmatch`: ``["classifier"]`` is the whole submodule ``classifier``. A tensor that is part of two
+            layers, such as a tied embedding, stays if either of its names matches.
 
     Raises:
         MisconfigurationException: If a pattern matches nothing that is trained, or as `LocalPart` says.

@@ -72,9 +72,8 @@ class CarriedValues:
         if named:
             rank_zero_warn(
                 f"training changes attributes of the module: {join_names(named)}. Their values pass from one client to"
-                " the"
-                " next and are not averaged. Register values that belong to the model as buffers, so that each client"
-                " starts from the global value, and set values of a client again where batch_idx is 0."
+                " the next and are not averaged. Register values that belong to the model as buffers, so that each"
+                " client starts from the global value, and set values of a client again where batch_idx is 0."
             )
         return bool(named)
 

@@ -66,8 +66,8 @@ class Policy:
         tensors: Names that may be sent in either direction, as patterns with the wildcards of `fnmatch`, each with the
             largest shape. A tensor of fewer dimensions fits if its last ones do.
         modules: Which parts of the model may be trained: patterns of which one must match each trained parameter or
-            buffer, as in `LowRank`'s ``include``: names, runs of their parts between dots, wildcards.
-            A tensor that is part of two layers, such as a tied embedding, must be matched under both names.
+            buffer, as in `LowRank`'s ``include``: names, runs of their parts between dots, wildcards. A tensor that is
+            part of two layers, such as a tied embedding, must be matched under both names.
         max_rounds: Largest number of rounds that the server may say that a study has, and most of them that the site
             trains in. Default: the server's configuration.
 
