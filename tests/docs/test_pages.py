@@ -111,10 +111,8 @@ AFTERWARDS = {
 LONG = (
     "docs/index.md",
     "docs/simulated_time.md",
-    *(
-        f"docs/howto/{name}.md"
-        for name in ("compare", "compress", "deploy", "loggers", "lora", "parts", "scale", "sweeps")
-    ),
+    *(f"docs/howto/{name}.md" for name in ("checkpoints", "compare", "compress", "deploy", "gpu")),
+    *(f"docs/howto/{name}.md" for name in ("loggers", "lora", "parts", "scale", "sweeps")),
     *(f"docs/tutorials/{name}.md" for name in ("compress", "feddyn", "pretrained", "report", "ten_minutes")),
 )
 """Pages that take as long as all others together. They are followed nightly."""
