@@ -19,10 +19,10 @@ _FULL = (errno.ENOSPC, errno.EDQUOT)
 
 @contextmanager
 def replacing(path: Path) -> Iterator[Path]:
-    """A context that yields a temporary path; at the end the file replaces ``path``, after an error it is deleted.
+    """A context that yields a temporary path, whose file replaces ``path`` at the end and is deleted after an error.
 
     Raises:
-        MisconfigurationException: If ``path`` is something else than a file, or cannot be written.
+        MisconfigurationException: If ``path`` exists and is not a file, or cannot be written.
     """
     # If ``path`` is a link, replace the file that it points to.
     target = path.resolve()

@@ -22,7 +22,7 @@ USUAL = ("val_acc", "val_accuracy", "test_acc", "val_loss")
 """Metrics by which a run is judged if none is named or monitored: the first one that was logged.
 
 ``valid`` and ``validation`` serve in place of ``val``, and ``/`` in place of ``_``. Without any of these it is another
-validation metric: the first by name whose direction is known.
+validation metric: the first by name whose direction is known, or else the first by name.
 """
 _VALIDATION = re.compile(r"(?:val|valid|validation)[_/](.+?)(?:/dataloader_idx_\d+)?")
 _PHRASES = (("cross_entropy", "crossentropy"), ("log_likelihood", "reward"))

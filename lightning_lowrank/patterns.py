@@ -1,7 +1,7 @@
 """Patterns that select parts of a model by name, for arguments such as ``include`` and ``exclude``.
 
-A pattern with the wildcards of :mod:`fnmatch` is matched, case-sensitively, against a whole name and every run
-of its parts between dots.
+A pattern with the wildcards of :mod:`fnmatch` is matched, case-sensitively, against a whole name and every run of its
+parts between dots.
 """
 
 from __future__ import annotations

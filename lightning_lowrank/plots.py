@@ -71,8 +71,8 @@ def draw(
         narrow: Draw pictures for narrow screens as well: ``bytes_narrow`` and so on.
 
     Returns:
-        ``rounds``, ``bytes``, ``seconds``; ``rounds_each`` and so on, a panel for each curve, only if curves hide
-        each other; ``convergence`` if the constants of `ConvergenceMonitor` were logged.
+        ``rounds``, ``bytes``, ``seconds``; ``rounds_each`` and so on, a panel for each curve, only if curves hide each
+        other and are at most 24; ``convergence`` if the constants of `ConvergenceMonitor` were logged.
     """
     named = metric if higher is None else f"{metric} ({'higher' if higher else 'lower'} is better)"
     pictures = {}

@@ -16,10 +16,10 @@ _ALIASES = {"pytorch_lightning": "lightning.pytorch", "lightning_fabric": "light
 def alias_pytorch_lightning() -> None:
     """Make ``import pytorch_lightning`` give ``lightning.pytorch``, whose classes this package works with.
 
-    Both packages have the same classes, each its own. Modules and callbacks of a library that imports the older one
-    work in federated rounds after this call, which has to come before the library's import. ``lightning_fabric``
-    becomes ``lightning.fabric``. Neither older package has to be installed. The command ``lightning-lowrank`` and the
-    apps that ``lightning-lowrank flower`` writes begin with this.
+    Both packages define the same classes separately. Modules and callbacks of a library that imports the older package
+    work in federated rounds after this call, which must come before the library's import. ``lightning_fabric`` becomes
+    ``lightning.fabric``. Neither older package has to be installed. The command ``lightning-lowrank`` and the apps that
+    ``lightning-lowrank flower`` writes begin with this call.
 
     Raises:
         MisconfigurationException: If one of the older packages has been imported already.

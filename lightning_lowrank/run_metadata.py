@@ -28,7 +28,7 @@ _SECONDS_OF_GIT = 10
 
 @contextmanager
 def replaces(part: Path, target: Path) -> Iterator[Path]:
-    """A context in which ``part`` is written; at the end it replaces ``target``, after an error it is deleted."""
+    """A context in which ``part`` is written; it replaces ``target`` at the end, and is deleted after an error."""
     try:
         yield part
         part.replace(target)

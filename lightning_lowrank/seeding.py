@@ -1,7 +1,8 @@
-"""Named random streams: every draw in this package has a seed derived from its purpose.
+"""Named random streams: the seed of a draw is derived from its purpose.
 
-Two parties that agree on one number (the seed of a run, or of a round) agree on every random tensor that
-is derived from it, in any order and on any machine, without touching the global generators.
+Two parties that agree on one number (the seed of a run, or of a round) agree on every random tensor that is derived
+from it, in any order and on any machine, without touching the global generators. Secret draws of privacy have no seed
+or a secret one.
 """
 
 from __future__ import annotations
@@ -21,8 +22,8 @@ def default_seed() -> int:
 def derive_seed(*parts: int | str) -> int:
     """Hash a sequence of integers and strings into a seed.
 
-    The encoding is unambiguous: ``(1, 23)``, ``(12, 3)``, ``("1", 23)`` and ``("1", "23")`` all differ. The
-    result depends on nothing but the parts, so it is the same in every process, Python version and machine.
+    The encoding is unambiguous: ``(1, 23)``, ``(12, 3)``, ``("1", 23)`` and ``("1", "23")`` all differ. The result
+    depends only on the parts, so it is the same in every process, Python version and machine.
 
     Args:
         *parts: The purpose of the seed, from the general to the particular: a base seed first, then, for

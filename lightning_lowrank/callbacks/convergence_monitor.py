@@ -39,9 +39,9 @@ class ConvergenceMonitor(Configured, Callback):
 
     If clients keep a trained factor (``FedSA``), the server cannot measure it, and nothing is logged.
 
-    Clients are weighted as in the aggregation. Squares are summed over layers. :math:`\eta` is the learning rate of
-    the optimizer that trains the factors, the largest if groups differ. The cost is one pass over the factors; the
-    effective updates are never built. ``lightning-lowrank report`` plots the constants.
+    Clients are weighted as in the aggregation. Squares are summed over layers. :math:`\eta` is the largest learning
+    rate of the optimizers' groups that have trained parameters. The cost is one pass over the factors; the effective
+    updates are never built. ``lightning-lowrank report`` plots the constants.
 
     Args:
         per_layer: Log each layer's constants too, as ``convergence/R/<layer>`` and so on.

@@ -62,22 +62,21 @@ class DifferentialPrivacy(NeedsPoissonBatches, Configured, Callback):
         + \mathcal{N}(0, (z C)^2)\Big).
 
     The module's own ``training_step`` is called with batches of one sample, mapped over the batch by `torch.func.vmap`,
-    or one after another if it cannot be mapped. So a sample's loss must not depend on the
-    other samples; a mean over the batch is fine. The gradient of the whole loss is clipped, including a method's own
-    terms (``Algorithm.loss``). Logged figures are not protected, nor is other code that reads samples: see
-    ``docs/privacy.md``.
+    or one after another if it cannot be mapped. So a sample's loss must not depend on the other samples; a mean over
+    the batch is fine. The gradient of the whole loss is clipped, including a method's own terms (``Algorithm.loss``).
+    Logged figures are not protected, nor is other code that reads samples: see ``docs/privacy.md``.
 
     Without `FederatedLoop` the training loader is replaced by one of Poisson-sampled batches. With it (put this
     callback after it), each client protects its samples against everybody else, the server included. Then each client
     has its own ε, and the run's ε is the largest of them, since clients share no sample. Steps count also if the
-    client's answer is late or refused, since the server may have received it. Between real sites each site
-    counts its own ε in its file, and refuses a round that would pass ``target_epsilon``.
+    client's answer is late or refused, since the server may have received it. Between real sites each site counts its
+    own ε in its file, and refuses a round that would pass ``target_epsilon``.
 
-    Each epoch or round logs ``privacy/epsilon``, and of up to 32 clients ``privacy/epsilon/<client>``. In a loop with
-    `ClientPrivacy` these are ``privacy/samples/epsilon`` and ``privacy/samples/epsilon/<client>``, because
-    ``privacy/epsilon`` is that of clients there. The fit ends before ``target_epsilon`` is passed, with a message.
-    Checkpoints hold the steps spent. Without a federation, a later fit with the same callback adds to the same ε, with
-    new noise and new batches. `FederatedLoop` refuses a second private run from the beginning.
+    Each epoch or round logs ``privacy/epsilon`` and, if there are at most 32 clients, ``privacy/epsilon/<client>`` of
+    each. In a loop with `ClientPrivacy` these are ``privacy/samples/epsilon`` and ``privacy/samples/epsilon/<client>``,
+    because ``privacy/epsilon`` is that of clients there. The fit ends before ``target_epsilon`` is passed, with a
+    message. Checkpoints hold the steps spent. Without a federation, a later fit with the same callback adds to the same
+    ε, with new noise and new batches. `FederatedLoop` refuses a second private run from the beginning.
 
     Args:
         clip: Largest norm :math:`C` of a sample's gradient, over all trained parameters, above 0.
@@ -87,19 +86,21 @@ class DifferentialPrivacy(NeedsPoissonBatches, Configured, Callback):
         delta: The δ of all ε. Use less than 1 over the number of samples. Default 1e-5.
         physical_batch_size: Largest number of samples whose gradients are in memory at once. ``None``: all of a batch.
             The result does not depend on it, to rounding.
-        accountant: dp-accounting's ``"rdp"`` (default, fast) or ``"pld"``, which finds a smaller ε in about a second
-            each.
+        accountant: dp-accounting's ``"rdp"`` (default, fast) or ``"pld"``, which finds a smaller ε and takes about a
+            second for each.
         secure: Draw noise from the operating system's entropy, and batches from a secret seed, which checkpoints hold.
             By default both come from the run's named generators, which repeat them, and which are not cryptographic:
-            whoever knows the seed can take the noise away. A real site's server knows it, and needs ``secure=True``.
+            whoever knows the seed can remove the noise. The server of real sites knows it, so sites need
+            ``secure=True``.
         seed: Seed of noise and batches in a fit without `FederatedLoop`. ``None``: the seed given to Lightning's
             ``seed_everything`` before the fit, or 0.
 
     Raises:
         MisconfigurationException: If an argument is out of range. When a fit begins, if the training cannot be
-            private: BatchNorm, manual optimization, accumulated or shared batches, several processes without a
-            federation, methods and optimizers that take several gradients of a batch, factors of which none can move.
-            In a step, if the training step or a hook that is given the batch changes the model itself.
+            private: BatchNorm, manual optimization, ``precision="16-mixed"``, accumulated or repeated batches, several
+            processes or reloaded loaders without a federation, methods and optimizers that take several gradients of a
+            batch, factors of which none can move. In a step, if the training step or a hook that is given the batch
+            changes the model itself.
 
     Example:
         >>> import lightning as L

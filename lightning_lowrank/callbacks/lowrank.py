@@ -60,8 +60,8 @@ class LowRank(Configured, Callback):
     as those of a teacher, stay dense; set ``convert_frozen`` for LoRA on a base that you froze yourself.
 
     After ``fit`` the module keeps its low-rank layers; `lightning_lowrank.recover` makes them dense again and
-    `load_dense` does so from a checkpoint. A class whose layers are converted here cannot be read by
-    ``load_from_checkpoint``, which ignores callbacks: use ``load_dense(path, MyModule(...))``.
+    `load_dense` does so from a checkpoint. ``load_from_checkpoint`` cannot read the checkpoint of a converted module,
+    because it ignores callbacks: use ``load_dense(path, MyModule(...))``.
 
     Args:
         factorization: How a weight is factorized: `MatrixProduct`, `CoreProduct`, `BlockKronecker`, `CP`, `Hadamard` or
@@ -89,7 +89,7 @@ class LowRank(Configured, Callback):
     """
 
     once_per_turn: ClassVar[bool] = True
-    """Its batch hooks are called between clients, where a turn of Lightning's loop is a client."""
+    """With `FederatedLoop` its batch hooks are called once per turn of Lightning's loop, between clients."""
 
     def __init__(
         self,
@@ -231,11 +231,11 @@ class LowRank(Configured, Callback):
             self._restore.callback(refuse_unseen_steps(trainer, f"frobenius_decay={self.frobenius_decay}"))
 
     def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
-        """Restore the optimizers."""
+        """Remove the hooks from the module and the optimizers."""
         self._restore.close()
 
     def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
-        """Restore the optimizers."""
+        """Remove the hooks from the module and the optimizers."""
         self._restore.close()
 
     def on_train_batch_start(

@@ -26,14 +26,14 @@ class RoundPictures(Callback):
     of `ConvergenceMonitor`. TensorBoard and W&B show them as images called ``pictures/…``; MLflow has them among the
     run's artifacts. Other loggers get none. Two pictures take about half a second.
 
-    ``lightning-lowrank fit`` adds it if one of these loggers is configured, unless the recipe has one. A resumed run
-    draws the rounds before as well. If several processes share a run, the first one draws. If a picture cannot be
+    ``lightning-lowrank fit`` adds it to a federated run with one of these loggers, unless the recipe has one. A resumed
+    run draws the earlier rounds as well. If several processes share a run, the first one draws. If a picture cannot be
     drawn or logged, a warning says so, and training continues without pictures.
 
     Put it after `FederatedLoop` in the trainer's callbacks.
 
     Args:
-        every_n_rounds: Number of rounds between two drawings. Default: pictures are drawn when the fit has ended alone.
+        every_n_rounds: Number of rounds between two drawings. Default: pictures are drawn only when the fit has ended.
         monitor: Name of the logged metric that is drawn. By default the figure that a callback such as
             ``ModelCheckpoint`` or a scheduler monitors, else the first of ``val_acc``, ``val_accuracy``, ``test_acc``
             and ``val_loss`` that is logged (or with ``valid`` or ``validation``), else another metric of validation.
@@ -74,7 +74,7 @@ class RoundPictures(Callback):
     def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Record the round's figures, and draw every ``every_n_rounds`` rounds.
 
-        Those of a validation belong to the round whose model it evaluated.
+        Figures of a validation belong to the round whose model it evaluated.
         """
         # matplotlib takes half a second to import.
         from lightning_lowrank.plots import DRAWN

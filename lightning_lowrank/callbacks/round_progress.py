@@ -33,9 +33,10 @@ class RoundProgress(Callback):
     In a terminal and in notebooks it is a bar of the library that Lightning's own bar is of, Rich or tqdm. Elsewhere
     each round is one line of text without control characters.
 
-    ``lightning-lowrank fit`` adds it, unless it gets ``--quiet`` or ``trainer.enable_progress_bar=false``. Bytes are
-    those of all rounds, up and down. Time left is estimated from the mean time of the rounds of this fit. A resumed run
-    continues at its round and with its best figure. If several processes share a run, the first one shows the bar.
+    ``lightning-lowrank fit`` adds it to a federated run; with ``--quiet`` or ``trainer.enable_progress_bar=false`` it
+    shows nothing. Bytes are those of all rounds, up and down. Time left is estimated from the mean time of the rounds
+    of this fit. A resumed run continues at its round and with its best figure. If several processes share a run, the
+    first one shows the bar.
 
     Put it after `FederatedLoop` in the trainer's callbacks.
 
@@ -47,8 +48,9 @@ class RoundProgress(Callback):
             and ``val_loss`` that is logged (or with ``valid`` or ``validation``), else another metric of validation.
             Its name, or the callback or scheduler that monitors it, says whether higher is better. If neither does, the
             last value is shown.
-        form: ``"bar"``, ``"lines"``, ``"none"`` for nothing, or ``"auto"``: a bar if one can be drawn, else lines.
-            A progress bar that is neither Rich's nor tqdm's stays; this callback then prints lines.
+        form: ``"bar"``, ``"lines"``, ``"none"`` (this callback shows nothing and Lightning's bar stays), or ``"auto"``:
+            a bar if one can be drawn, else lines. A progress bar that is neither Rich's nor tqdm's stays; ``"auto"``
+            then prints lines.
 
     Raises:
         MisconfigurationException: If ``form`` is not one of these. When a fit begins, if there is no `FederatedLoop`
@@ -60,7 +62,7 @@ class RoundProgress(Callback):
     """
 
     once_per_turn: ClassVar[bool] = True
-    """Its batch hooks are called between clients, where a turn of Lightning's loop is a client."""
+    """With `FederatedLoop` its batch hooks are called once per turn of Lightning's loop, between clients."""
 
     def __init__(self, steps: bool = False, monitor: str | None = None, form: _Form = "auto") -> None:
         check_choice("form", form, _Form)
@@ -313,8 +315,8 @@ class _Lines:
 class _RichBar:
     """A bar of Rich, below Lightning's bar if ``inside`` is given.
 
-    Rich draws several displays together if the first stays until the others are over. Lightning's may be started again
-    between rounds, so that a bar below it is shown only within rounds, and its last state at the end.
+    Rich draws several displays together if the first one stays until the others have ended. Lightning's bar may be
+    started again between rounds, so a bar below it is shown only within rounds, and its last state at the end.
     """
 
     def __init__(self, rounds: int | None, done: int, inside: Callback | None) -> None:

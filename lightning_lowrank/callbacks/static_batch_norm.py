@@ -59,13 +59,13 @@ class StaticBatchNorm(Configured, Callback, CompletesModels):
     Args:
         batches: Number of batches of a pass, for each model. ``None`` (default): all of them, but with `FederatedLoop`
             no more than the round has trained on. Their order is random, the same each time.
-        from_round: First epoch, from 0, with static statistics; BatchNorm is as usual before. FedHM (arXiv:2111.14655,
-            Appendix C.2) has its first learning rate milestone here.
+        from_round: First epoch, from 0, with static statistics; BatchNorm is as usual before. In FedHM
+            (arXiv:2111.14655, Appendix C.2) it is the first milestone of the learning rate.
 
     Raises:
         MisconfigurationException: If an argument is out of range, the module has no BatchNorm with running statistics
-            or no ``forward`` that takes a batch's inputs, or there are several training loaders. If a callback averages
-            weights over time, which would be validated with the statistics of others.
+            or no ``forward`` that takes a batch's inputs, or there are several training loaders. If the loop has
+            `ClientPrivacy`, or a callback averages weights over time, whose statistics would be those of other weights.
 
     Example:
         >>> from lightning_lowrank import FedAvg, FederatedLoop, StaticBatchNorm

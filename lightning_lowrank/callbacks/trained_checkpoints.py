@@ -51,7 +51,7 @@ class TrainedCheckpoints(Configured, Callback):
     """
 
     once_per_turn: ClassVar[bool] = True
-    """Its batch hooks are called between clients, where a turn of Lightning's loop is a client."""
+    """With `FederatedLoop` its batch hooks are called once per turn of Lightning's loop, between clients."""
 
     def __init__(self) -> None:
         self._module: nn.Module | None = None

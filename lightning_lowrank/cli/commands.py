@@ -3,8 +3,8 @@
 ``fit --seeds 0 1 2`` makes one run for each seed. ``export``, ``flower``, ``push``, ``recipes`` and
 ``report`` need no model section.
 
-Each function imports what its command uses, after it has parsed its words: Lightning takes seconds to import, torch a
-second or two, and matplotlib half a second.
+Each function imports what its command uses, after it has parsed the arguments: Lightning takes seconds to import, torch
+a second or two, and matplotlib half a second.
 """
 
 from __future__ import annotations
@@ -363,4 +363,4 @@ _WITHOUT_MODEL: dict[str, tuple[Callable[[argparse.ArgumentParser, list[str]], N
         " `flower approve`.",
     ),
 }
-"""The commands that need no model section: its function, and a summary for the help."""
+"""The commands that need no model section: the function of each, and a summary for the help."""

@@ -174,7 +174,7 @@ class RecipeParser(LightningArgumentParser):
     def dump(self, *arguments: Any, skip_validation: bool = True, **keywords: Any) -> str:
         """Serialise a configuration as YAML text.
 
-        It was validated when it was read. To do that again takes a third of the time in which a run is built.
+        It was validated when it was read. Validating it again would take a third of the time of building a run.
         """
         text: str = super().dump(*arguments, skip_validation=skip_validation, **keywords)
         return text
@@ -244,9 +244,9 @@ class LowRankCLI(SubcommandCLI):
 
     Raises:
         MisconfigurationException: If ``seeds`` are not distinct integers from 0 to 2³² − 1, are given together with
-            ``--seed_everything`` on the command line, or would share one run folder. Also if the run of one of several
-            seeds is refused. The message then begins with the seed. Also if jsonargparse is of a release that reads
-            recipes otherwise.
+            ``--seed_everything`` on the command line, or would share one run folder or continue one checkpoint. Also if
+            the run of one of several seeds is refused; the message then begins with the seed. Also if jsonargparse is
+            of a release that reads recipes otherwise.
     """
 
     def __init__(self, *arguments: Any, seed: int | None = None, **keywords: Any) -> None:
@@ -357,8 +357,8 @@ class LowRankCLI(SubcommandCLI):
             # A trainer and its module refer to each other. jsonargparse keeps its last parser, and so both of them,
             # until another parser has run. Without this, the previous run's memory would add to this one's.
             gc.collect()
-        # Without `seeds`, because the saved configuration describes one run, and other subcommands that read it lack
-        # the option.
+        # Without `seeds`, because the saved configuration describes one run, and other subcommands that read it do not
+        # have the option.
         section = _section(self.config)
         section.pop("seeds", None)
         # Lightning has put the default back if it has read a checkpoint's hyperparameters.
@@ -387,8 +387,8 @@ class LowRankCLI(SubcommandCLI):
     def instantiate_trainer(self, **kwargs: Any) -> pl.Trainer:
         """Put the two callbacks before all others, which may read weights, and have checkpoints written whole.
 
-        A federated run gets `RoundProgress`. If it is not shown, it still keeps the best figure in checkpoints. If
-        one of its loggers shows images, it gets `RoundPictures`.
+        A federated run gets `RoundProgress`, which keeps the best figure in checkpoints even if it is not shown. If one
+        of its loggers shows images, the run gets `RoundPictures`.
         """
         section = _section(self.config_init)
         others = section["trainer"].get("callbacks") or []

@@ -105,8 +105,8 @@ def report(
         console: Where the table is printed.
         each: Show runs that differ only in the seed one by one.
         target: A value of the metric. Columns show the round that reached it first, and the bytes and simulated
-            seconds until then. If some seeds did not reach it, the figures are of the others, with their number.
-            A run that continues another one, and has such a value from the start, does not count.
+            seconds until then. If some seeds did not reach it, the figures are of the others, with their number. A run
+            that continues another one and has reached the value in its first round counts as not having reached it.
         budget: A number of bytes, up and down. A column shows the best value that was reached within it. By default a
             sentence compares runs within the bytes of the cheapest of them.
         rounds: How many rounds of each run are looked at, from its first; by default all.
@@ -114,12 +114,11 @@ def report(
     Returns:
         The files written. ``bytes.png`` only if a run logged ``comm/total_bytes``, ``seconds.png`` only if one logged
         ``system/seconds``, ``convergence.png`` only if one logged the constants of `ConvergenceMonitor`;
-        ``rounds_each.png`` and so on only if curves hide each other.
+        ``rounds_each.png`` and so on only if curves hide each other and are at most 24.
 
     Raises:
         MisconfigurationException: If a path holds no run, no run that trained logged ``metric``, ``target`` is given
-            for a metric of unknown direction, or ``output`` has a file of such a name that
-            no report wrote.
+            for a metric of unknown direction, or ``output`` has a file of such a name that no report wrote.
     """
     console = console or Console()
     found = find_runs(paths)

@@ -1,4 +1,7 @@
-"""Datamodules for images, texts, language models and clients' own files; all samples are held in memory."""
+"""Datamodules for images, texts, language models and clients' own files.
+
+Samples are held in memory, except images beyond `OwnImages`' ``memory_limit`` and data sets given to `ClientDatasets`.
+"""
 
 from lightning_lowrank.data.arrays import Arrays
 from lightning_lowrank.data.client_datasets import ClientDatasets

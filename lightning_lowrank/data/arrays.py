@@ -24,21 +24,21 @@ _TAKEN = ("tensors", "rows", "targets", "labels")
 class Arrays(SplitsInMemory):
     """Inputs and targets in memory: NumPy arrays or tensors, or ``.npz`` files with the arrays ``x`` and ``y``.
 
-    Anything that NumPy converts to an array, such as a data frame, will do. The first dimension is that of the samples.
-    Further arrays of a file or dictionary are columns of integers or strings with one entry for each sample, which are
-    divided as the samples are: of a column ``client``, ``ByKey("client")`` makes natural clients. Each is an attribute
-    of the splits' datasets.
+    Anything that NumPy converts to an array, such as a data frame, is accepted. The first dimension is that of the
+    samples. Further arrays of a file or dictionary are columns of integers or strings with one entry for each sample,
+    which are divided as the samples are: ``ByKey("client")`` makes natural clients of a column ``client``. Each is an
+    attribute of the splits' datasets.
 
-    Floating-point numbers of 64 bits become 32, as modules have them, and integer or boolean targets of one dimension
-    64, as losses take class indices; other types stay. If targets are integers, splits have every class as nearly in
-    the same proportion as can be.
+    float64 becomes float32, as modules have it, and one-dimensional integer or boolean targets become int64, as losses
+    take class indices; other types stay. With such targets, all splits have each class in the same proportion, as
+    nearly as possible.
 
     Args:
         train: Training inputs and targets; or a dictionary with the arrays ``x``, ``y`` and columns; or the path of an
             ``.npz`` file with such arrays.
         test: Inputs and targets of the test set. ``None``: ``test_share`` of the training samples is held out.
         test_share: Share of the training samples for testing, if ``test`` is not given.
-        validation: ``"test"``: validation on the test set. A share: so much of the training samples is held out.
+        validation: ``"test"``: validation on the test set. Or the share of the training samples that is held out.
         batch_size: Samples per training batch.
         eval_batch_size: Samples per batch of the other loaders.
         num_workers: Worker processes per loader.

@@ -30,16 +30,16 @@ class ClientDatasets(SplitsInMemory):
 
     The splits' datasets have a column ``client``, by which ``ByKey("client")`` divides them and
     ``personal_test="by_client"`` evaluates each client on its own test samples. Clients keep the order in which they
-    are given, and those without samples their place.
+    are given, including clients without samples.
 
     Args:
         train: Each client's training data, by its name, a string or an integer: a map-style
             `torch.utils.data.Dataset`; a function without arguments that returns one, called once, when the data are
             needed; or a tuple (inputs, targets) of arrays.
         test: Each client's test data. ``None``: ``test_share`` of its training samples is held out, drawn at random; a
-            client keeps at least one.
+            client with samples keeps at least one for training.
         test_share: Share of each client's training samples for testing, if ``test`` is not given.
-        validation: ``"test"``: validation on the test data. A share: so much of each client's training samples is held
+        validation: ``"test"``: validation on the test data. Or the share of each client's training samples that is held
             out.
         batch_size: Samples per training batch.
         eval_batch_size: Samples per batch of the other loaders.

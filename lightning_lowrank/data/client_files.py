@@ -307,16 +307,16 @@ class ClientFiles(ClientArrays):
 
     ``root`` holds the clients' files and folders, or a folder ``train`` and a folder ``test`` that do. In a client's
     folder, a file called ``test`` is of its test data, and all others are of its training data. Names of splits and
-    suffixes are in capitals or not. A client's name is that of its file, without suffix, or folder; clients come in
-    natural order (``u2`` before ``u10``).
+    suffixes may be in capitals. A client's name is that of its file, without suffix, or folder; clients come in natural
+    order (``u2`` before ``u10``).
 
     Files are ``.npz`` with the arrays ``x`` and ``y``, or, as PFLlib's, with a dictionary of them; or tables: ``.csv``,
-    ``.tsv``, ``.jsonl``, ``.json`` and ``.parquet``, which needs the extra ``pyarrow``. Images in folders are read by
-    `ImageFolder`, with ``clients=True``.
+    ``.tsv``, ``.jsonl`` or ``.ndjson``, ``.json``, and ``.parquet``, which needs the extra ``pyarrow``. Images in
+    folders are read by `ImageFolder`, with ``clients=True``.
 
     Args:
         root: The folder.
-        target: Name of a table's column of targets. Strings are numbered as classes, in their order.
+        target: Name of a table's column of targets. Strings are numbered as classes, in sorted order.
         features: Names of a table's columns of inputs, numbers. ``None``: all but ``target``.
         **kwargs: Arguments of `ClientArrays` and `ClientDatasets`.
 
@@ -409,7 +409,7 @@ class ClientTable(ClientArrays):
     Args:
         train: The file: ``.csv``, ``.tsv``, ``.jsonl``, ``.json`` or ``.parquet``, which needs the extra ``pyarrow``.
         client: Name of its column of clients. They come in natural order.
-        target: Name of its column of targets. Strings are numbered as classes, in their order.
+        target: Name of its column of targets. Strings are numbered as classes, in sorted order.
         features: Names of its columns of inputs, numbers. ``None``: all others.
         test: A file of rows to test on, with the same columns.
         split: Name of a column with ``train`` and ``test`` instead; other rows are left out. ``None``, and no ``test``:

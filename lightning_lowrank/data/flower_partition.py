@@ -21,8 +21,8 @@ _ROW = "lightning_lowrank.row"
 class FlowerPartition(Partition):
     """A division by a partitioner of Flower Datasets (``flwr_datasets.partitioner``).
 
-    The partitioner sees a `datasets.Dataset` with one row for each sample, and in it one column, by which it may
-    divide. The samples themselves are not read, so that any dataset can be divided. Samples that the partitioner leaves
+    The partitioner sees a `datasets.Dataset` with one row for each sample and one column, by which it may divide. The
+    samples themselves are not read, so that any dataset can be divided. Samples that the partitioner leaves
     out are unused. It draws by its own seed; the experiment's seed changes nothing. Clients of a
     ``NaturalIdPartitioner`` have its ids as names. Needs the extra ``datasets``.
 

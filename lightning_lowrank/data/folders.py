@@ -25,19 +25,19 @@ class ImageFolder(OwnImages):
 
     ``root`` has either the classes' folders, or a folder ``train`` (or ``training``) of such folders and optionally
     ``test`` (or ``testing``) and ``val`` (or ``valid``, ``validation``), in capitals or not. Without test images the
-    images of ``val`` are the test images, and without both ``test_share`` is held out. Classes are numbered in the
-    order of their names, or of ``classes``. Hidden files and folders and ``__MACOSX`` are ignored.
+    images of ``val`` are the test images; without either, ``test_share`` of the training images is held out. Classes
+    are numbered in the order of their names, or of ``classes``. Hidden files and folders and ``__MACOSX`` are ignored.
 
     With ``clients=True`` there is a folder for each client, and in it the classes' folders: ``client/class/image``.
-    ``ByKey("client")`` makes natural clients of them.
+    ``ByKey("client")`` makes natural clients of these folders.
 
-    A split's dataset has an attribute ``files``, the images' paths below ``root``, of which `ByKey` makes natural
+    A split's dataset has an attribute ``files``, the images' paths below ``root``, from which `ByKey` makes natural
     clients too: ``ByKey(lambda dataset: [name.split("_")[0] for name in dataset.files])``.
 
     Args:
         root: The folder.
         clients: Whether the classes' folders lie in a folder for each client.
-        validation: ``"test"``: validation on the test images. A share: so much of the training images is held out. Or
+        validation: ``"test"``: validation on the test images. Or the share of the training images that is held out, or
             the name of a folder in ``root``. ``None``: ``val`` if there is ``test`` too, or else ``"test"``.
         classes: Names of the classes in the order of their numbers, such as those of all sites; folders of some of them
             may be missing or empty. ``None``: the folders of the images to train on, sorted.

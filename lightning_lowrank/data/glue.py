@@ -32,7 +32,7 @@ class GlueTask(NamedTuple):
 LABEL = ("label", "is_duplicate", "Quality", "gold_label", "score")
 """Names of the label's column, the hub's first."""
 COLA_COLUMNS = ("source", "label", "star", "sentence")
-"""The columns of CoLA's own files, which do not say them."""
+"""The columns of CoLA's own files, which have no header."""
 
 _SENTENCE = (("sentence",),)
 _PAIR = (("sentence1", "#1 String"), ("sentence2", "#2 String"))

@@ -26,7 +26,7 @@ _ADVICE = "lengths must be one integer for each sample."
 class LengthGroups(Configured):
     """Groups samples by length, into groups of about equal size; the shortest are group 0.
 
-    Samples of one length are of one group.
+    Samples of equal length are in one group.
 
     Args:
         groups: Number of groups.
@@ -70,7 +70,7 @@ class EmbeddingGroups(Configured):
         groups: Number of groups.
         seed: Seed of k-means' first centres.
         batch_size: Texts that are encoded at once.
-        device: Where they are encoded. Devices may differ in texts between two groups.
+        device: Where they are encoded. Devices may assign a text between two groups differently.
 
     Raises:
         MisconfigurationException: If an argument is out of range, there are fewer texts than groups, the model cannot

@@ -23,8 +23,8 @@ _LABELS = ("label", "labels", "target")
 class HuggingFaceImages(OwnImages):
     """Images of a data set of Hugging Face `datasets`, with a column of images and a column of classes.
 
-    Labels are a ``ClassLabel``, whose names are the ``classes``, or integers or strings, whose different values in the
-    training split are the classes, in ascending order. Needs the extra ``datasets``.
+    Labels are a ``ClassLabel``, whose names are the ``classes``, or integers, strings or booleans, whose different
+    values in the training split are the classes, in ascending order. Needs the extra ``datasets``.
 
     ``ByKey("writer")`` finds clients in any other column.
 
@@ -36,9 +36,10 @@ class HuggingFaceImages(OwnImages):
         label: Name of the column of classes. ``None``: the only ``ClassLabel``, or else ``label``, ``labels`` or
             ``target``.
         train: Name of the split to train on.
-        test: Name of the split to test on. ``None``: ``test``, ``val``, ``valid`` or ``validation``, the first that
-            there is and that ``validation`` does not name; or else ``test_share`` of the training images is held out.
-        validation: ``"test"``: validation on the test images. A share: so much of the training images is held out. Or
+        test: Name of the split to test on. ``None``: the first of ``test``, ``testing``, ``val``, ``valid`` and
+            ``validation`` that exists and that ``validation`` does not name; or else ``test_share`` of the training
+            images is held out.
+        validation: ``"test"``: validation on the test images. Or the share of the training images that is held out, or
             the name of a split. ``None``: ``val``, ``valid`` or ``validation`` if there is another split to test on,
             or else ``"test"``.
         root: Folder in which downloads are kept. ``None``: that of `datasets`.

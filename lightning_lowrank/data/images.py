@@ -24,7 +24,7 @@ class ImageBatch:
     """A batch of images in one tensor, also readable as a sequence of ``(image, target)`` pairs.
 
     `TensorImages` returns it for a batch of indices. `collate_images` takes the tensors out at no cost; other collate
-    functions, such as ``torch.utils.data.default_collate``, find the samples they expect.
+    functions, such as ``torch.utils.data.default_collate``, read it as a sequence of samples.
 
     Args:
         images: Float images, ``(samples, channels, height, width)``.

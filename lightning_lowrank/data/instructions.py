@@ -34,14 +34,14 @@ class Instructions(TextSplits):
     template writes; the assistant's answers are predicted. With ``text`` it is one column, and all of it is predicted.
     The end token follows an answer or text, and is predicted as well.
 
-    Texts are truncated at ``max_length``. A text without a token to predict is dropped; a warning has their number.
+    Texts are truncated at ``max_length``. Texts without a token to predict are dropped; a warning has their number.
 
     A batch is a dictionary of ``input_ids``, ``attention_mask`` and ``labels``, which are -100 where nothing is
     predicted, padded to its longest text; with ``packing`` see `PackTexts`. A tokenizer without a padding token pads
     with its end token, which the mask hides.
 
-    ``ByKey("speaker")`` finds clients in the rows' columns. Files are ``.jsonl``, ``.json``, ``.csv``, or columns apart
-    by tabs. Arguments that are not named here are those of `SplitsInMemory`.
+    ``ByKey("speaker")`` finds clients in the rows' columns. Files are ``.jsonl``, ``.json``, ``.csv``, or tab-separated
+    columns. Arguments that are not named here are those of `SplitsInMemory`.
 
     Args:
         root: Folder of the files; with ``dataset`` where downloads are kept.
@@ -49,8 +49,8 @@ class Instructions(TextSplits):
             the tokenizer itself.
         train: Name of the training file in ``root``, by default ``train.jsonl``; with ``dataset`` of the split, by
             default ``train``.
-        validation: The same to validate on: ``validation.jsonl``, or ``validation``. A share between 0 and 1 holds so
-            much of the training file or split out, rows that ``seed`` draws, and trains on the others.
+        validation: The same to validate on: ``validation.jsonl``, or ``validation``. Or the share, between 0 and 1, of
+            the training file's or split's rows that is held out, drawn by ``seed``.
         test: The same that ``test`` and ``predict`` read: ``test.jsonl``, or ``test``. Default: the validation set.
         max_length: Tokens at which a text is cut off.
         dataset: As for `TextClassification`.
@@ -63,7 +63,7 @@ class Instructions(TextSplits):
         packing: Whether training batches put several texts into a row of ``max_length``.
         group_by_length: As for `TextClassification`.
         pad_to_multiple_of: As for `TextClassification`; packed rows too.
-        stratify: Column of values, such as the clients, of each of which the same share is held out. ``None``: all rows
+        stratify: Column, such as the clients', of each of whose values the same share is held out. ``None``: all rows
             are drawn alike.
         seed: Seed of the held-out texts.
 

@@ -66,8 +66,8 @@ class OwnImages(VisionDataModule):
     file, which the operating system caches in free memory. Images have 8 bits in each channel.
 
     Args:
-        size: Height and width of the images, or one number for both. Images of another shape are cut at the sides to
-            its proportions, and scaled. ``None``: all have one size, and it stays.
+        size: Height and width of the images, or one number for both. Images of another shape are cropped to its
+            proportions and scaled. ``None``: all images have one size, which stays.
         channels: 3 for colour, 1 for grey; images are converted.
         test_share: Share of each class that is held out for testing if there are no test images.
         mean: Mean of each channel, of pixels in [0, 1]. ``None``: that of the training images.
@@ -121,8 +121,8 @@ class OwnImages(VisionDataModule):
     def find_splits(self) -> tuple[Pictures, Pictures | None, Pictures | None]:
         """The images for training, test and validation.
 
-        ``None`` for tests: a share of the first is held out. ``None`` for validation: what ``validation`` says. It sets
-        ``classes`` unless the constructor has.
+        Without test images, a share of the training images is held out; without validation images, ``validation``
+        decides. The method sets ``classes`` unless the constructor has.
         """
         raise NotImplementedError(f"{type(self).__name__} must define find_splits")
 

@@ -72,7 +72,7 @@ class Table:
         """The first of these names that a column has.
 
         Raises:
-            MisconfigurationException: If there is none; ``argument`` is what names the column.
+            MisconfigurationException: If there is none; ``argument`` is the argument that names the column.
         """
         found = next((name for name in names if name in self._columns), None)
         if found is None:
@@ -139,9 +139,10 @@ def read_text(path: Path) -> str:
 
 
 def read_table(path: Path, names: Sequence[str] | None = None) -> Table:
-    r"""Read a file of rows: ``.jsonl``, ``.json`` (a list of objects), ``.csv``, or tab-separated columns.
+    r"""Read a table: ``.jsonl`` or ``.ndjson``, ``.json`` (a list of objects), ``.csv``, or tab-separated columns.
 
-    Quotes mean something in ``.csv`` alone, as in GLUE's files; its empty lines mean nothing.
+    Quotes are special only in ``.csv`` files, because they are plain text in GLUE's tab-separated files. Empty lines of
+    ``.csv`` files are skipped.
 
     Args:
         path: The file, in UTF-8.
@@ -299,7 +300,7 @@ def split_of(splits: Mapping[str, Any], name: str, argument: str) -> Any:
     """A split of a dataset, by name.
 
     Raises:
-        MisconfigurationException: If there is none; ``argument`` is what names it.
+        MisconfigurationException: If there is none; ``argument`` is the argument that names it.
     """
     if name not in splits:
         raise MisconfigurationException(

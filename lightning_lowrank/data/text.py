@@ -25,8 +25,8 @@ class TextClassification(TextSplits):
     """Texts or pairs of texts and their labels, for a pretrained transformer; such as SST-2 and the rest of GLUE.
 
     By default a line of a file is a text, a tab and its label, in UTF-8, after a first line of column names if
-    ``header`` says so. With ``text`` or ``task``, files have named columns: ``.jsonl``, ``.json``, ``.csv``, or columns
-    apart by tabs. With ``dataset`` the splits are Hugging Face's (extra ``datasets``) or lists of dictionaries.
+    ``header`` says so. With ``text`` or ``task``, files have named columns: ``.jsonl``, ``.json``, ``.csv``, or
+    tab-separated columns. With ``dataset`` the splits are Hugging Face's (extra ``datasets``) or lists of dictionaries.
 
     A batch is a dictionary of ``input_ids``, ``attention_mask``, ``labels``, and for pairs ``token_type_ids`` if the
     tokenizer makes them, as the models of transformers take it, padded to its longest text. Clients that step together
@@ -34,8 +34,8 @@ class TextClassification(TextSplits):
 
     The training set has its class indices in ``targets``, where `Dirichlet` and other partitions by label find them,
     the number of tokens of each text in ``lengths``, and the rows' columns, where ``ByKey("speaker")`` finds clients.
-    Numbers to predict are no labels to divide by: give the partition ``groups``, such as `LengthGroups`, or take one
-    that reads no labels.
+    A partition by label cannot divide numbers to predict: give it ``groups``, such as `LengthGroups`, or use a
+    partition that reads no labels.
 
     Arguments that are not named here are those of `SplitsInMemory`.
 
@@ -50,8 +50,7 @@ class TextClassification(TextSplits):
         max_length: Tokens at which a text or pair is cut off, special tokens included; of a pair the longer text first.
         labels: The labels in the order of their class indices. Labels that are plain integers in the data are the
             indices themselves, unless one of these is a number. Default: those of the task; the names of a
-            ``ClassLabel`` column, in its order; or those of the training set, sorted (as numbers if all of them
-            are).
+            ``ClassLabel`` column, in its order; or those of the training set, sorted (as numbers if all are numbers).
         header: Whether files of two columns begin with a line of column names. Default no.
         dataset: Name of a data set on the Hugging Face hub or a local folder, or a list of the name and its
             configuration: ``["nyu-mll/glue", "mrpc"]``. Or its splits by name, each a `datasets.Dataset`, not streamed
@@ -60,7 +59,7 @@ class TextClassification(TextSplits):
             ``wnli``), whose columns and labels are known, on the hub and in GLUE's own files.
         text: Column of the texts, or the two columns of pairs.
         label: Column of the labels.
-        regression: Whether labels are numbers to predict. Default: no, but for ``stsb``.
+        regression: Whether labels are numbers to predict. Default: only for ``stsb``.
         group_by_length: Whether texts of like length are in one batch, in training and validation, so that less of it
             is padding. The samples of a round are the same; which of them share a batch is not. Default no.
         pad_to_multiple_of: Pads each batch to a multiple of this number, which must divide ``max_length``. Only

@@ -181,10 +181,10 @@ class PadTexts:
 class PackTexts:
     """Collate function that packs several texts into one row, to reduce padding.
 
-    Texts stay in order; one that fits into no row begun before begins the next. ``segments`` numbers the texts of a
-    row from 1, with 0 for padding, and ``position_ids`` begin at 0 in each. `CausalLM` makes of ``segments`` an
-    attention mask that keeps texts apart, so that the results are those of padded texts, and refuses models that it
-    does not keep apart. Only texts of one batch, and so of one client, are packed together.
+    Each text goes into the first row that has room, or begins a new row. ``segments`` numbers the texts of a row from
+    1, with 0 for padding, and ``position_ids`` begin at 0 in each text. `CausalLM` makes an attention mask of
+    ``segments`` that keeps texts apart, so that the results are those of padded texts, and refuses models that would
+    not keep them apart. Only texts of one batch, and so of one client, are packed together.
 
     Args:
         padding: The token to pad with.

@@ -37,7 +37,7 @@ class VisionDataModule(SplitsInMemory):
             of every class.
         limit_samples: Keep at most this many images, chosen at random, of each split; for quick runs. Default: all.
         seed: Seed of the hold-out and of ``limit_samples``. Runs with different ``seed_everything`` see the same split.
-        normalize: Bring the data set's pixels to mean 0 and standard deviation 1; otherwise they are in [0, 1].
+        normalize: Scale the data set's pixels to mean 0 and standard deviation 1; otherwise they are in [0, 1].
 
     Raises:
         MisconfigurationException: If an argument is out of range, or a split comes out empty.
@@ -140,8 +140,9 @@ class VisionDataModule(SplitsInMemory):
 class Digits(VisionDataModule):
     """The 1,797 handwritten digits that come with scikit-learn: real images of 8×8 pixels, no download.
 
-    Training, validation and test images are disjoint and hold every class in the same proportion. Pixels (0 to 16) are
-    scaled to [0, 1] and normalised; augmentation is a random crop after padding by one pixel.
+    Training and test images are disjoint and hold every class in the same proportion, and so do validation images
+    unless they are the test images. Pixels (0 to 16) are scaled to [0, 1] and normalised; augmentation is a random crop
+    after padding by one pixel.
 
     Args:
         validation: Share of the training images that is held out for validation, or ``"test"``.
@@ -200,7 +201,7 @@ class Digits(VisionDataModule):
 def stratified_split(targets: Tensor, share: float, seed: int) -> tuple[Tensor, Tensor]:
     """Ascending indices of the kept and the held-out samples; every class is held out in proportion.
 
-    The numbers of the classes are rounded so that their sum is that of all, rounded.
+    The classes' counts are rounded so that their sum is the rounded share of all samples.
     """
     generator = torch.Generator().manual_seed(seed)
     classes = targets.argsort(stable=True).split(targets.unique(return_counts=True)[1].tolist())

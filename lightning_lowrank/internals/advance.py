@@ -89,13 +89,13 @@ class ClientTurns:
 
     Lightning's counters keep their meaning: ``global_step``, ``max_steps``, the loggers' steps and ``is_last_batch``
     are those of local steps. In a client's turn ``trainer.num_training_batches`` is the client's number of batches,
-    between turns the round's number of clients.
+    between turns the round's number of turns. Clients that step together share a turn.
 
     The hooks ``on_train_batch_start`` and ``on_train_batch_end`` of the module and of callbacks are called on each
     local batch, with its number among the client's. Those of Lightning's checkpoints, progress bars and averages are
     called once a turn, between clients, where the module is the global model; so are those of this package's callbacks
-    with an attribute ``once_per_turn``. ``ModelCheckpoint(every_n_train_steps=n)`` saves at the first turn past a
-    multiple of n.
+    with an attribute ``once_per_turn``. ``ModelCheckpoint(every_n_train_steps=n)`` saves at the end of the first turn
+    past a multiple of n.
 
     Args:
         trainer: The trainer.
@@ -139,7 +139,7 @@ class ClientTurns:
     def in_client(self) -> bool:
         """Whether a client's turn is open: begun, and neither ended nor failed.
 
-        One in which the fit stops ends with the round.
+        A turn in which the fit stops stays open until the round ends.
         """
         return self._at_start is not None
 
@@ -174,7 +174,8 @@ class ClientTurns:
     def end_restored_epoch(self) -> None:
         """Mark all turns as complete, if the checkpoint was saved at the end of a round.
 
-        Its process may have made others, as one that shared the round, or none that the module left out.
+        The process that saved it may have completed fewer: it shared the round with others, or the module ended the
+        round early.
         """
         progress = self._loop.batch_progress
         if progress.is_last_batch and self._loop.restarted_on_last:

@@ -29,10 +29,10 @@ _EVALUATIONS = ("validate", "test", "predict")
 def read_counts_as_counts() -> None:
     """Patch jsonargparse to read ``clients_per_round: 10`` as a count and not as the share 10.0.
 
-    jsonargparse tries the types of a union in order. It and Lightning make unions by `typing`, whose cache takes
-    ``int | float`` and ``float | int`` for one, and returns whichever some library has made first. So the order of the
-    types says nothing, and a number without a point is read as an ``int`` wherever that is allowed. A jsonargparse with
-    other private parts is left as it is.
+    jsonargparse tries the types of a union in order. It and Lightning make unions by `typing`, whose cache treats
+    ``int | float`` and ``float | int`` as equal, and returns the one that some library has made first. So the order of
+    the types says nothing, and a number without a point is read as an ``int`` wherever that is allowed. A jsonargparse
+    with other private parts is left as it is.
     """
 
     def counts_first(as_jsonargparse: Callable[..., Any], *arguments: Any, **keywords: Any) -> list[Any]:
@@ -87,10 +87,10 @@ def begin_other_classes_anew() -> None:
 def write_names_as_names() -> None:
     """Patch jsonargparse to save a name as given, for arguments that also allow a function.
 
-    jsonargparse reads ``key: writer`` as a text if no function is called so, and writes an argument that may be a
-    function as an import path: it would save ``Unable to serialize instance writer``. The order of the types is no way
-        out, since a text that comes first takes the functions' names. A jsonargparse with other private parts is left
-        as it is.
+    jsonargparse reads ``key: writer`` as a text if no function has this name, and writes an argument that may be a
+    function as an import path: it would save ``Unable to serialize instance writer``. Another order of the types would
+    not help, because texts before functions would match functions' names too. A jsonargparse with other private parts
+    is left as it is.
     """
 
     def functions_alone(as_jsonargparse: Callable[[Any], Any], val: Any) -> Any:
@@ -118,8 +118,8 @@ def _replace_in_typehints(name: str, replacement: Callable[..., Any]) -> None:
 class SubcommandCLI(LightningCLI):
     """A LightningCLI with methods to override for a subcommand's arguments, optimizers and run.
 
-    Lightning has no public way for any of them. If the command line begins with a subcommand, that one alone gets
-    its arguments. Lightning adds those of all, which takes longer than to read a recipe.
+    Lightning has no public way for any of them. If the command line begins with a subcommand, only that subcommand gets
+    its arguments. Lightning adds the arguments of all, which takes longer than reading a recipe.
 
     Raises:
         MisconfigurationException: If Lightning's CLI has other private methods than those that are overridden here.
@@ -181,8 +181,8 @@ class SubcommandCLI(LightningCLI):
     def _parse_ckpt_path(self) -> None:
         """Read a checkpoint's hyperparameters for an evaluation alone, with a warning of what they replace.
 
-        Lightning puts them in place of the configuration's ``model`` section for ``fit`` too, so that a resumed run
-        would lose changes without a word.
+        For ``fit`` too, Lightning replaces the configuration's ``model`` section by them, so that a resumed run would
+        silently lose changes.
         """
         subcommand = self.config.get("subcommand")
         if subcommand not in _EVALUATIONS:

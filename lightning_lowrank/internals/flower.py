@@ -42,8 +42,8 @@ _RAISED_BY_SITE = ("CLIENT_APP_RAISED_EXCEPTION", "LOAD_CLIENT_APP_EXCEPTION", "
 def is_temporary(error: Error) -> bool:
     """Whether a node's error may be temporary; an error that the site's own code raised is not.
 
-    The names of the codes are not public. If Flower has them elsewhere, every error counts as one that passes, and a
-    site is asked again until the server's ``start_timeout``.
+    The names of the codes are not public. If Flower has them elsewhere, every error counts as temporary, and a site is
+    asked again until the server's ``start_timeout``.
     """
     codes = getattr(_constant, "ErrorCode", None)
     return error.code not in [getattr(codes, name, None) for name in _RAISED_BY_SITE]
@@ -115,11 +115,11 @@ def run_secure_aggregation(
         grid: Has ``send_and_receive``.
         instructions: The content that each node is sent with the request for its numbers.
         number: The round.
-        threshold: Share of the nodes without whom nothing can be unmasked.
+        threshold: Share of the nodes that are needed to unmask the sum.
         settings: Further arguments of ``SecAggPlusWorkflow``.
 
     Returns:
-        The weighted mean and the nodes that are in it; nothing if the workflow has given up.
+        The weighted mean and the nodes that are in it; two empty lists if the workflow has given up.
     """
     strategy = _SumOnly(instructions)
     state = RecordDict()

@@ -44,7 +44,7 @@ _ONCE_AN_EPOCH = ("on_train_start", "on_train_epoch_start", "on_train_epoch_end"
 def check_namespace(trainer: Any, module: Any) -> None:
     """Refuse classes of the package ``pytorch_lightning``, which ``isinstance`` with Lightning's would not match.
 
-    Lightning and this package look for classes by ``isinstance``, and would pass over these without a word.
+    Lightning and this package look for classes by ``isinstance``, and would silently ignore these.
     """
     for part in (trainer, module, trainer.datamodule, *trainer.callbacks):
         if any(kind.__module__.partition(".")[0] == "pytorch_lightning" for kind in type(part).__mro__):
@@ -59,7 +59,7 @@ def check_namespace(trainer: Any, module: Any) -> None:
 def overrides(listener: pl.Callback | pl.LightningModule | pl.LightningDataModule, hook: str) -> bool:
     """Whether a callback, module or datamodule overrides one of Lightning's hooks.
 
-    Unlike Lightning's own ``is_overridden`` it takes a wrapped hook for one of its own, and any callable will do.
+    Unlike Lightning's own ``is_overridden`` it counts a wrapped hook, and any other callable, as an override.
     """
     kinds: tuple[type, ...] = (Callback, pl.LightningModule, pl.LightningDataModule)
     base = next(kind for kind in kinds if isinstance(listener, kind))
@@ -101,8 +101,8 @@ HOOK = "_current_fx_name"
 class TrainLoaderSource:
     """The trainer's source of its training loader, which can be replaced.
 
-    ``trainer.fit(model, loader)`` never asks the module or datamodule, so that to override their ``train_dataloader``
-    does not reach it.
+    ``trainer.fit(model, loader)`` never asks the module or datamodule, so overriding their ``train_dataloader`` has no
+    effect on it.
     """
 
     def __init__(self, trainer: pl.Trainer) -> None:
@@ -130,7 +130,7 @@ class FitLength:
 
     Args:
         trainer: The trainer, whose training loader has been replaced.
-        loader: Stands for the training loader in ``configure_optimizers``.
+        loader: Replaces the training loader in ``configure_optimizers``.
         steps: Returns the number of steps of a schedule in the whole fit.
     """
 
@@ -268,7 +268,7 @@ def refuse_unseen_steps(trainer: Any, acting: str) -> Callable[[], None]:
         acting: The party that acts in the hook, for the message.
 
     Raises:
-        MisconfigurationException: If an optimizer unscales its gradients itself.
+        MisconfigurationException: If losses are scaled and an optimizer unscales its gradients itself.
     """
     ends = ExitStack()
     scaler = getattr(trainer.precision_plugin, "scaler", None)

@@ -204,7 +204,7 @@ _AROUND_STEP = Optimizer.profile_hook_step(lambda optimizer: None).__code__
 def drop_gradients(optimizer: Optimizer) -> None:
     """The same as ``optimizer.zero_grad()``, without a report to the profiler if none is active.
 
-    To tell takes longer than to drop the gradients of a small model.
+    The report takes longer than dropping the gradients of a small model.
     """
     own = type(optimizer).zero_grad is not _ZERO_GRAD or "zero_grad" in vars(optimizer)
     if own or _profiler_enabled():
@@ -218,7 +218,7 @@ def drop_gradients(optimizer: Optimizer) -> None:
 def has_observers(optimizer: Optimizer) -> bool:
     """Whether hooks or replaced methods may observe an optimizer's steps.
 
-    A schedule counts the steps, which does not count.
+    The counter of steps that a learning rate scheduler installs is not an observer.
     """
     return bool(
         getattr(type(optimizer).step, "__code__", None) is not _AROUND_STEP
@@ -291,12 +291,12 @@ def sgd_update(
     """Update one tensor with the operations of torch's SGD on a CPU.
 
     Args:
-        optimizer: Has the state.
+        optimizer: The optimizer, which has the state.
         group: The parameter's group, for which `steps_singly` holds.
-        parameter: Has the momentum.
-        target: Is stepped.
+        parameter: The parameter under which the optimizer keeps the momentum.
+        target: The tensor to update.
         gradient: Its gradient, which is left as it is.
-        weight_decay: In place of that of the group.
+        weight_decay: The weight decay, in place of the group's.
     """
     momentum = group["momentum"]
     if weight_decay:
@@ -358,7 +358,7 @@ def adam_step(
 # Tables of a module's own parameters, buffers and children
 
 TABLES = ("_parameters", "_buffers", "_non_persistent_buffers_set", "_modules")
-"""The attributes in which a module registers parameters, buffers, children and hooks."""
+"""The attributes in which a module registers parameters, buffers and children."""
 
 COMPILED = "_compiled_call_impl"
 """The attribute in which ``Module.compile`` keeps its result, which is bound to the module."""

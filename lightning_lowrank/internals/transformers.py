@@ -1,7 +1,7 @@
 """A patch of transformers for training steps that are mapped over clients or samples.
 
-transformers looks at the values of masks, to leave out those that hide nothing, and of tokens, to warn of padding.
-Values may differ between clients, and from one step to the next. `ClientStack` and `SampleGradients` keep it from that.
+transformers reads the values of masks, to leave out masks that hide nothing, and of tokens, to warn of padding. Values
+may differ between clients, and from one step to the next. `ClientStack` and `SampleGradients` prevent these reads.
 """
 
 from __future__ import annotations

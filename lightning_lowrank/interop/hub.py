@@ -39,8 +39,8 @@ def push_adapter(
 ) -> str:
     """Upload an adapter folder with a model card, in one commit.
 
-    The card (``README.md``) names the base model, the adapter's rank and target modules, and the figures. With figures
-    it replaces a card that this function wrote earlier; any other ``README.md`` is uploaded as it is, without figures.
+    The card (``README.md``) names the base model, the adapter's rank and target modules, and the figures. Without
+    figures, an existing ``README.md`` is uploaded as it is. With figures, a card that this function wrote is replaced.
 
     Args:
         folder: A folder that `export_adapter` wrote: ``adapter_config.json`` and ``adapter_model.safetensors``. Other
@@ -56,8 +56,8 @@ def push_adapter(
         The address of the commit.
 
     Raises:
-        MisconfigurationException: If the folder holds no adapter, or ``figures`` are given and its ``README.md`` is not
-            as this function wrote it, or huggingface_hub is not installed.
+        MisconfigurationException: If the folder holds no adapter, ``figures`` are given and its ``README.md`` is not as
+            this function wrote it, or huggingface_hub is not installed.
         huggingface_hub.errors.HfHubHTTPError: If the server refuses it.
     """
     hub = import_extra("huggingface_hub", "push_adapter")
@@ -97,7 +97,7 @@ def pull_adapter(
 
     Args:
         repository: Name on the hub, ``user/name``.
-        folder: Where to put it; made if needed. Files of the same names are replaced once all have come.
+        folder: Where to put it; made if needed. Files of the same names are replaced once all are downloaded.
         revision: A branch, tag or commit. Default: the main branch.
         token: As for `push_adapter`.
         endpoint: As for `push_adapter`.

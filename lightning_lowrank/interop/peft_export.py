@@ -84,9 +84,9 @@ def export_adapter(
         base: The pretrained network as it was, dense, on any device. With it, all tensors that differ from it are
             written, trained or not, and if a layer's frozen weight differs, the difference is part of its adapter.
             Without it, methods that change the frozen weights (``FLoRA``, ``FedEx``, ``CoLR``, ``FedMUD``'s resets) are
-            refused in the module that they changed, and not noticed in another one that has loaded its state dict. A
-            model that PEFT wrapped is refused if it has running statistics outside ``modules_to_save``, which training
-            may have changed.
+            refused in the module that they changed, and not noticed in another one that has loaded its state dict. Also
+            without it, a model that PEFT wrapped is refused if it has trained parameters, or running statistics, which
+            training may have changed, outside the adapters and ``modules_to_save``.
         adapter: Which of PEFT's adapters; by default the active one.
 
     Returns:
@@ -218,8 +218,8 @@ def write_adapter(
         fan_in_fan_out=any(layer.kind == "Conv1D" for layer in layers),
     )
     _name_targets(config, described, named, root)
-    # A checkpoint has no module for get_peft_model to wrap, and one that is made from its outline takes forty lines and
-    # the factors by the same names.
+    # get_peft_model needs a module, which a checkpoint does not have. To make one from the outline takes forty lines,
+    # and its factors would be named as here.
     contents: dict[str, Tensor] = {}
     for name, layer in named.items():
         contents.update({f"{PREFIX}{name}.{key}": value for key, value in _factors(layer, tensors).items()})
@@ -578,7 +578,7 @@ def _tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 
 def _write(folder: Path, config: Any, tensors: Mapping[str, Tensor]) -> Path:
-    """Write a folder as `PeftModel.save_pretrained` does, whole or not at all, and without a question to the hub."""
+    """Write a folder as `PeftModel.save_pretrained` does, whole or not at all, and without asking the hub."""
     objects = [name for name, value in tensors.items() if not isinstance(value, Tensor)]
     if objects:
         raise misconfigured(

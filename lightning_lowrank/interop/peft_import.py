@@ -67,15 +67,16 @@ def import_adapter(folder: str | Path, module: nn.Module, *, prefix: str | None 
     """Load a PEFT LoRA folder into a module's low-rank layers, and return the module.
 
     The module then computes what ``PeftModel.from_pretrained(base_model, folder)`` does, to rounding. Dense layers are
-    converted, with the adapter's ranks, α and dropout. All other parameters are frozen except those that the folder
-    holds: ``modules_to_save`` and biases. A parameter of a module to save that is tied to another one is untied if the
-    folder's values differ, as PEFT does. `LowRank` accepts only modules that it has converted itself: to continue
-    training with it, convert first and then import::
+    converted, with the adapter's ranks, α and dropout. The network's other parameters are frozen, except those that the
+    folder holds: ``modules_to_save`` and biases. A parameter of a module to save that is tied to another one is untied
+    if the folder's values differ, as PEFT does. `LowRank` accepts only modules that it has converted itself: to
+    continue training with it, convert first and then import::
 
         LowRank(MatrixProduct("channel"), rank=8, alpha=16, init="lora", freeze_rest=True).convert(module)
         import_adapter(folder, module)
 
-    If the module has low-rank layers, they must be those of the folder, with the same ranks; they keep their own α.
+    If the module has low-rank layers, they must be those of the folder, with the same ranks; they keep their own α, and
+    nothing is frozen.
 
     Args:
         folder: Holds ``adapter_config.json`` and ``adapter_model.safetensors``. Pickles (``adapter_model.bin``) are not
@@ -316,7 +317,7 @@ def _read_config(folder: Path) -> Any:
 
 
 def _check_types(path: Path, config: Any) -> None:
-    """Raise if a setting has another type than PEFT writes, such as ``"r": "8"``: PEFT does not check types."""
+    """Raise if a setting's type is not the one that PEFT writes, as in ``"r": "8"``: PEFT does not check types."""
 
     def is_number(value: Any, kinds: Any = (int, float)) -> bool:
         return isinstance(value, kinds) and not isinstance(value, bool) and 0 <= value < math.inf
@@ -369,8 +370,8 @@ def _check_types(path: Path, config: Any) -> None:
 def _why_not_matched(pattern: str) -> str:
     """Why a pattern is refused: it is no valid regular expression, or may take exponential time. Empty if neither.
 
-    With two repetitions and two groups of a few alternatives, the steps are a hundred times the square of a name's
-    length at most. A group that is repeated may take two to the power of it.
+    With two repetitions and two groups of a few alternatives, matching a name takes at most a hundred times the square
+    of its length in steps. With a repeated group it may take two to the power of the length.
     """
     try:
         re.compile(pattern)

@@ -34,14 +34,15 @@ class CausalLM(LightningModule):
     recurrent, convolutional or other layers that take no mask of each pair of tokens, with ALiBi's biases, or with an
     attention other than transformers' ``eager`` and ``sdpa``.
 
-    The loss is the mean cross-entropy of the tokens that are predicted. Logged once per epoch: ``train_loss``;
-    ``val_loss``, ``val_perplexity`` and ``val_acc``; the same of ``test_``. Those of validation and test count each
-    token alike: the perplexity is the exponential of the mean loss of all tokens, and the accuracy the share of tokens
-    that the model holds for the likeliest, given the true ones before.
+    The loss is the mean cross-entropy of the predicted tokens. Logged once per epoch: ``train_loss``; ``val_loss``,
+    ``val_perplexity`` and ``val_acc``; ``test_loss``, ``test_perplexity`` and ``test_acc``. Figures of validation and
+    test give each token the same weight: the perplexity is the exponential of the mean loss of all tokens, and the
+    accuracy the share of tokens to which the model gives the highest probability, given the true tokens before.
 
-    With ``exact_match`` validation and test also let the model answer each prompt, and log ``val_exact`` and
-    ``test_exact``: the share of texts whose first answer it writes token for token, end included, always by the
-    likeliest token. With the loop's ``personal_test`` that is each site's own model on the site's texts.
+    With ``exact_match`` the model also generates an answer to each prompt in validation and test, always by the
+    likeliest token, and ``val_exact`` and ``test_exact`` are logged: the share of texts whose first answer it writes
+    token for token, end included. With the loop's ``personal_test``, each client's own model answers the client's own
+    prompts.
 
     ``predict`` returns ``answers``, ``(batch, new tokens)``, which the model generates after each row's prompt by its
     generation configuration; `Instructions.decode` writes them as texts.
@@ -56,7 +57,7 @@ class CausalLM(LightningModule):
         scheduler: Makes the learning-rate scheduler from the optimizer; it steps once per epoch. Default: none.
         dtype: Type of the weights, as for `TextClassifier`.
         max_new_tokens: Tokens of a generated answer at most.
-        gradient_checkpointing: Whether activations are computed again in the backward pass, in place of being kept.
+        gradient_checkpointing: Whether activations are computed again in the backward pass rather than kept.
         exact_match: Whether validation and test generate answers. An answer longer than ``max_new_tokens`` counts as
             wrong.
 
@@ -104,7 +105,7 @@ class CausalLM(LightningModule):
             setattr(self, f"{stage}_perplexity", _Perplexity())
 
     def forward(self, inputs: Mapping[str, Tensor]) -> Tensor:
-        """The logits, ``(batch, tokens, vocabulary)``, of a batch's inputs; ``labels`` are not looked at."""
+        """The logits, ``(batch, tokens, vocabulary)``, of a batch's inputs; ``labels`` are ignored."""
         given: dict[str, Any] = {name: value for name, value in inputs.items() if name not in ("labels", "segments")}
         if "segments" in inputs:
             given["attention_mask"] = self._mask_of(inputs["segments"])
@@ -118,11 +119,11 @@ class CausalLM(LightningModule):
         return loss
 
     def validation_step(self, batch: Mapping[str, Tensor], batch_idx: int) -> None:
-        """Log ``val_loss``, ``val_perplexity`` and ``val_acc``."""
+        """Log ``val_loss``, ``val_perplexity`` and ``val_acc``; with ``exact_match`` also ``val_exact``."""
         self._evaluate("val", batch)
 
     def test_step(self, batch: Mapping[str, Tensor], batch_idx: int) -> None:
-        """Log ``test_loss``, ``test_perplexity`` and ``test_acc``."""
+        """Log ``test_loss``, ``test_perplexity`` and ``test_acc``; with ``exact_match`` also ``test_exact``."""
         self._evaluate("test", batch)
 
     def predict_step(self, batch: Mapping[str, Tensor], batch_idx: int) -> dict[str, Tensor]:

@@ -37,8 +37,8 @@ class Classifier(LightningModule):
         scheduler: Makes the learning-rate scheduler from the optimizer; it steps once per epoch. Default: none.
         label_smoothing: Share of the training targets' weight that is spread over all classes, 0 to 1. The
             validation and test losses are not smoothed.
-        no_weight_decay: Patterns of parameters that the optimizer's weight decay leaves alone, matched against names
-            and any run of a name's parts: ``["factors"]`` if `LowRank` decays their product.
+        no_weight_decay: Patterns of parameters without weight decay in the optimizer, matched against names and any run
+            of a name's parts: ``["factors"]`` if `LowRank` decays their product.
 
     Raises:
         MisconfigurationException: If the number of classes is neither given nor found, or an argument is out of range.

@@ -15,8 +15,8 @@ from lightning_lowrank.arguments import check_integer, check_number
 class Network(nn.Module):
     """A classifier that knows its input's shape and its number of classes.
 
-    `Classifier` takes any ``nn.Module``. With this base class the two need not be stated, and a YAML file's short name
-    of a network (``MLP``) is not mistaken for a module of the same name elsewhere (``torchvision.ops.MLP``).
+    `Classifier` takes any ``nn.Module``. With this base class, shape and number need not be stated, and a YAML file's
+    short name of a network (``MLP``) is not mistaken for a module of the same name elsewhere (``torchvision.ops.MLP``).
 
     Attributes:
         example_input_shape: Shape of one input, without the batch dimension.
@@ -164,7 +164,7 @@ class CNN4(_BlockCNN):
     """FedMUD's network for Fashion-MNIST and SVHN: four convolutions and a linear layer.
 
     Convolutions of 32, 64, 128 and 256 channels (3×3, padding 1, no bias), each followed by batch
-    normalisation, ReLU and max-pooling; a bias-free linear layer on what remains. 390,880 parameters for
+    normalisation, ReLU and max-pooling; a bias-free linear layer on the flattened features. 390,880 parameters for
     1×28×28 images and ten classes. Layer names: ``blocks.0.conv``, ``blocks.0.norm``, …, ``classifier``.
 
     Paper: "The Panaceas for Improving Low-Rank Decomposition in Communication-Efficient Federated Learning"
@@ -194,11 +194,10 @@ class CNN4(_BlockCNN):
 class CNN8(_BlockCNN):
     """FedMUD's network for CIFAR: convolutions in pairs and a linear layer.
 
-    The paper speaks of eight convolutions. The network its authors ran, and this one, has *ten*: 32, 32, 64,
-    64, 128, 128, 256, 256, 512 and 512 channels (3×3, padding 1, no bias), each followed by batch
-    normalisation and ReLU, with max-pooling after every pair; a bias-free linear layer on what remains.
-    4,719,328 parameters for 3×32×32 images and ten classes, 4,765,408 for a hundred. Layer names:
-    ``blocks.0.conv``, ``blocks.0.norm``, …, ``classifier``.
+    The paper names eight convolutions. Its authors' network, and this one, has *ten*: 32, 32, 64, 64, 128, 128, 256,
+    256, 512 and 512 channels (3×3, padding 1, no bias), each followed by batch normalisation and ReLU, with max-pooling
+    after every pair; a bias-free linear layer on the flattened features. 4,719,328 parameters for 3×32×32 images and
+    ten classes, 4,765,408 for a hundred. Layer names: ``blocks.0.conv``, ``blocks.0.norm``, …, ``classifier``.
 
     The paper is that of `CNN4`. Arguments that are not named here are those of `ImageNetwork`. Images have at least
     32×32 pixels.

@@ -52,10 +52,10 @@ class ResNet18(_ResNet):
     """ResNet-18 for small images, as FedHM trains it on CIFAR-10.
 
     The stem is a 3×3 convolution of stride 1, without max-pooling, so that 32×32 pixels reach the first block.
-    Four stages of two basic blocks follow, of ``width``, 2, 4 and 8 × ``width`` channels; each but the first
-    halves height and width (rounded up). Convolutions have no bias and start as in torchvision (He normal, by
-    the outputs). 11,173,962 parameters for three channels and ten classes. Layer names are torchvision's:
-    ``conv1``, ``bn1``, ``layer1.0.conv1``, …, ``layer2.0.downsample.0``, …, ``fc``.
+    Four stages of two basic blocks follow, of ``width``, 2, 4 and 8 × ``width`` channels; each but the first halves
+    height and width (rounded up). Convolutions have no bias and start as in torchvision (He normal, fan-out).
+    11,173,962 parameters for three channels and ten classes. Layer names are torchvision's: ``conv1``, ``bn1``,
+    ``layer1.0.conv1``, …, ``layer2.0.downsample.0``, …, ``fc``.
 
     Papers: "Deep Residual Learning for Image Recognition" (He et al., CVPR 2016), table 1; "FedHM: Efficient
     Federated Learning for Heterogeneous Models via Low-rank Factorization", table 5.

@@ -1,6 +1,6 @@
 """Checks of the contracts of methods, codecs, factorizations, operators, aggregators, partitions and stages.
 
-Each check raises `AssertionError`.
+Each check raises `AssertionError` if its contract is broken.
 """
 
 from lightning_lowrank.testing.aggregator import check_aggregator

@@ -40,8 +40,8 @@ def check_aggregator(
 
     Args:
         aggregator: The aggregator to check, without arrivals. One arrival has to be enough for it.
-        byzantine: How many of the arrivals it withstands. Default 0: the effect of arbitrary arrivals is not checked.
-        arrivals: How many arrivals it is checked with, 3 or more.
+        byzantine: Number of arbitrary arrivals that it withstands. Default 0: their effect is not checked.
+        arrivals: Number of arrivals in the check, 3 or more.
         weighted: Whether the arrivals' weights count. Otherwise they must make no difference.
         draws: Whether it draws, so that another seed gives another result. Otherwise every seed gives the same.
         device: Where the arrivals are. Default: the CPU.

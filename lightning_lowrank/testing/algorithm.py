@@ -74,11 +74,12 @@ def check_algorithm(
 ) -> None:
     """Raise an `AssertionError` if a method breaks the contract of `Algorithm`, or is not as expected.
 
-    The method is tried in small runs on four clients, of which one has a single sample. The contract's parts:
+    The method is tried in small runs, most of them on four clients of which one has a single sample. The contract's
+    parts:
 
     - ``"learns"``: the global model learns, or clients' own models do.
     - ``"plain"``: with one client that has all samples, a round is an epoch of plain training, if that is expected.
-      If it does not, the two must differ.
+      If not, the two must differ.
     - ``"identical"``: two clients with the same samples end where one does, if that is expected.
     - ``"seed"``: the seed decides all draws. The process's own generators and the order in which clients are named
       change nothing, and another seed gives other weights.
@@ -88,8 +89,8 @@ def check_algorithm(
     - ``"bytes"``: the ledger has the lengths of the encodings, `inspect_run` knows them before the run, and they are
       those of federated averaging, if that is expected.
     - ``"resume"``: a run that is resumed inside a round or between two clients, with another object of the method, ends
-      with the same weights and ledger, bit for bit, in both executions. So nothing in the method's attributes must
-      survive a checkpoint.
+      with the same weights and ledger, bit for bit, in both executions. So no value in the method's attributes may
+      need to survive a checkpoint.
     - ``"vectorized"``: clients that step together end where single ones do, to rounding in float64, or are refused.
     - ``"precision"``: it runs with bfloat16 and batch normalization, and the global model has the clients' statistics,
       if that is expected.

@@ -30,9 +30,9 @@ def check_codec(codec: Codec, messages: Mapping[str, Mapping[str, Tensor]] | Non
     - The message is left unchanged.
     - A codec encodes a message to the same bytes each time, and so does a copy of it with the same seed. ``seeded``
       leaves the codec itself unchanged. A codec of any seed decodes the bytes.
-    - NaN and infinities don't arrive as finite numbers in tensors whose other numbers don't arrive as zeros.
-    - Truncated bytes are refused with a `DecodingError`. Other bytes that are no encoding are refused in the same way,
-      or decode to tensors that are not large.
+    - A tensor of NaN or infinities does not arrive as finite numbers, unless a tensor of ones arrives as zeros.
+    - Truncated and extended bytes are refused with a `DecodingError`. Other bytes that are no encoding are refused in
+      the same way, or decode to tensors that are not large.
     - If ``unbiased`` is True, the decoded tensors' mean over seeds is the message.
     - If ``additive`` is True, the decoded sum of two messages is the sum of the decoded messages.
 

@@ -34,9 +34,9 @@ def check_operator(
     gets its own product back, and so does a client that has all the weight. Only the proportions of the weights
     matter, and the order of the clients does not. The draws depend on the seed alone: runs repeat bit for bit, and
     the global generators are left alone. Inputs are neither changed nor shared. No matrix of the weight's size is built
-    if the factors are narrow. The operator's declarations are true: which factors are trained and
-    cross the wire, whether the base weight changes, whether pairs are common or drawn again. Different ranks are
-    aggregated if ``mixed_ranks`` is true and refused if it is false. A round can follow on a round.
+    if the factors are narrow. The operator's declarations are true: which factors are trained and cross the wire,
+    whether the base weight changes, whether pairs are common or drawn again. Different ranks are aggregated if
+    ``mixed_ranks`` is true and refused if it is false. One round can follow another.
 
     Args:
         operator: The operator to check.
