@@ -60,6 +60,17 @@ def private_folder(folder: Path) -> Path:
     return folder
 
 
+def not_shared(folder: Path) -> Path:
+    """Check that only its owner may write to a folder, and return it.
+
+    Raises:
+        MisconfigurationException: If its group or all users may. Windows has no such rights.
+    """
+    if hasattr(os, "getuid") and folder.stat().st_mode & 0o022:
+        raise misconfigured(f"{folder} is writable by others, who could put files there: chmod go-w {folder}")
+    return folder
+
+
 def without_link(file: Path) -> Path:
     """Check that a site's file is no symbolic link, and return it.
 

@@ -9,8 +9,8 @@ from typing import Any
 def subclasses_by_name(base: type[Any]) -> dict[str, type[Any]]:
     """All subclasses of ``base`` that are not abstract, at any depth, by class name.
 
-    If classes share a name, the deepest one counts, and of several at one depth the one that was defined last, as when a
-    notebook cell is run twice.
+    If classes share a name, the deepest one counts, and of several at one depth the one that was defined last, as when
+    a notebook cell is run twice.
 
     Args:
         base: The class whose subclasses are wanted. It is not among them.

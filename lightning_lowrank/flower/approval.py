@@ -18,7 +18,7 @@ from typing import Any
 import yaml
 
 from lightning_lowrank.configuration import misconfigured
-from lightning_lowrank.files import private_files, private_folder, replacing, without_link
+from lightning_lowrank.files import not_shared, private_files, private_folder, replacing, without_link
 
 _LARGEST = 2**20
 _DEEPEST = 50
@@ -144,10 +144,15 @@ class Approvals:
             part.write_text("[]", encoding="utf-8")
 
     def own_copy(self, data: bytes) -> bytes | None:
-        """The site's copy of a recipe, ``None`` if it has not approved it."""
+        """The site's copy of a recipe, ``None`` if it has not approved it.
+
+        Raises:
+            MisconfigurationException: If others may write to the folder, and so could approve recipes.
+        """
         file = self._file(data)
         if not file.is_file():
             return None
+        not_shared(self.folder)
         copy = file.read_bytes()
         # A file changed after the approval approves nothing.
         return copy if copy == data else None

@@ -126,6 +126,14 @@ def test_the_sites_copy_is_what_runs(tmp_path):
     policy = Policy.load(approve(tmp_path / "site", recipe))
     (copy,) = (tmp_path / "site" / "approved").iterdir()
     assert policy.approved(recipe.read_bytes()) == copy.read_bytes()
+    # Others could approve recipes.
+    for mode in (0o777, 0o775):
+        copy.parent.chmod(mode)
+        with pytest.raises(MisconfigurationException, match="approved is writable by others"):
+            policy.approved(recipe.read_bytes())
+    copy.parent.chmod(0o500)
+    assert policy.approved(recipe.read_bytes()) == copy.read_bytes()
+    copy.parent.chmod(0o700)
     # A copy that was changed under its name is no approval.
     copy.write_bytes(copy.read_bytes() + b" ")
     for data in (recipe.read_bytes(), copy.read_bytes()):
