@@ -28,7 +28,7 @@ class LocalStep:
     each number alone, and uses `expand` for values with one number per client, works in both cases.
 
     Args:
-        base: The copy of the module that steps, its optimizers, and what every side holds.
+        base: The copy of the module that steps, its optimizers, and the state that server and clients share.
         round: Number of the round, from 0.
         clients: Ids of the clients.
         parameters: The trained parameters by name. Their ``grad`` is set in `Algorithm.before_step`.
@@ -94,8 +94,8 @@ class Claims:
             then.
         not_single_numbers: Why the aggregator's rule must go by distances between messages. Robust rules of single
             numbers are refused then.
-        without_reference: Why codecs get values of the clients, and not changes: what clients start from is not in the
-            broadcast. Codecs of the uplink that leave numbers out are refused then.
+        without_reference: Why codecs get values of the clients, and not changes: the broadcast lacks the values from
+            which clients start. Codecs of the uplink that leave numbers out are refused then.
         trained_set_may_change: Whether other parameters may be trained from some round on, as with Lightning's
             ``BaseFinetuning``. The method then keeps nothing that is of the first round's parameters alone.
         averages_over_rounds: Whether the module's tensors may be averaged over rounds, as with Lightning's
@@ -133,9 +133,9 @@ class Algorithm(Configured):
     `aggregate`. Between rounds the module holds ``server.model``.
 
     Values that last belong in ``server.state``, ``client.state`` and ``base.state``: tensors and plain Python, which
-    checkpoints and sites save. The method's own attributes hold its settings, what `setup` finds in the module, and
-    caches of such: nothing that must survive a checkpoint or reach another process, for there another object of the
-    method continues.
+    checkpoints and sites save. The method's own attributes hold its settings, the layers or tensors that `setup` finds
+    in the module, and caches: nothing that must survive a checkpoint or reach another process, where another object of
+    the method continues.
 
     A method that needs more than the hooks is also one of the protocols that the loop looks for: `ChangesBase`,
     `UnequalClients`, `OwnCodec`, `Personal`, `OwnSteps`.
@@ -150,8 +150,8 @@ class Algorithm(Configured):
         """Check that the module and its optimizers suit the method, and find the layers or tensors that it needs.
 
         Called before the first round of each fit, and again when the trainer makes other optimizers, as for schedules
-        of another length. Entries that ``base.state`` has already, such as a checkpoint's, keep their values whatever
-        is put there: check for one of them before changing the module.
+        of another length. Entries that ``base.state`` already has, such as a checkpoint's, get their values back
+        afterwards: check for one of them before changing the module.
 
         Raises:
             MisconfigurationException: If the method cannot work with this module or its optimizers.
@@ -169,8 +169,8 @@ class Algorithm(Configured):
     def receive(self, server: Server, client: ClientInfo, message: Message, weight: float) -> None:
         """Receive the message from ``client``; ``weight`` is its share before normalisation.
 
-        Tensors in ``server.state`` are replaced, not changed in place: after an error, between real sites,
-        ``server.state`` is restored, and the client counts as failed.
+        Replace tensors in ``server.state``; do not change them in place. Between real sites an error here restores
+        ``server.state``, and the client counts as failed.
         """
         server.aggregator.add(message.tensors, weight)
 
@@ -183,7 +183,7 @@ class Algorithm(Configured):
     def begin(self, client: ClientContext, message: Message) -> None:
         """Load the message into the client's live ``model``, in place.
 
-        The message has the names of the module's tensors in the module's order. A real site gets others in any order.
+        Tensors with names of the module's are in the module's order; at a real site, others may be in any order.
         """
         copy_into(client.model, message.tensors)
 
@@ -207,8 +207,8 @@ class Algorithm(Configured):
         Not called if the optimizer makes no step: if ``training_step`` returned ``None``, or the scaler of 16-bit
         precision found gradients that are not finite.
 
-        The ``grad`` of a parameter that the loss does not depend on may be ``None``. If clients step together, every
-        tensor has them as its first dimension.
+        The ``grad`` of a parameter that the loss does not depend on may be ``None``. If clients step together, the
+        first dimension of every tensor is the clients.
         """
 
     def end(self, client: ClientContext) -> Message:

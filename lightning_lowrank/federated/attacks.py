@@ -1,7 +1,7 @@
 """Attackers in a simulation: clients that send forged messages or train on poisoned data.
 
 ``FederatedLoop(attackers=...)`` takes an `Attack`, which says which clients attack, and how. The server does not know
-them; a robust aggregator is to withstand them.
+which clients attack; a robust aggregator should withstand them.
 """
 
 from __future__ import annotations
@@ -68,10 +68,10 @@ class Attack(Configured, ABC):
     r"""Base of attacks, in which some clients of a simulation send forged messages.
 
     Attackers train as the others do, and then know their own change and those of all honest clients of the cohort. They
-    replace every floating-point tensor of their message, buffers included; `forge` says by what. It works on changes:
-    the value less that which the clients started from (`OwnCodec.upload_origin`). Messages are replaced where they
-    arrive, behind all codecs, so that an attacker is not bound to what its codec could express. They have the tensors,
-    shapes and types that they should have, and finite numbers.
+    replace every floating-point tensor of their message, buffers included, by the result of `forge`, which works on
+    changes: the value minus the value from which the client started (`OwnCodec.upload_origin`). Messages are replaced
+    on the server after decoding, so that codecs do not restrict an attacker. Forged messages have the expected names,
+    shapes and types, and finite numbers.
 
     Args:
         clients: Who attacks: a number of clients or, as a float in (0, 1], a share of all that have samples, which are
@@ -147,7 +147,7 @@ class Attack(Configured, ABC):
         Args:
             arrivals: The messages that the round's clients would send.
             members: Ids of the attackers.
-            origins: For each client that answers the values that its message differs little from, by name.
+            origins: For each client that answers, the reference values of its change, by name.
             seed: Seed of the round's draws.
         """
         attackers = [arrival for arrival in arrivals if arrival.client.id in members]
@@ -251,8 +251,8 @@ class GaussianNoise(Attack):
 class InnerProduct(Attack):
     r"""Inner-product manipulation: send :math:`-\epsilon` times the honest clients' mean (Xie et al., UAI 2019).
 
-    All attackers send the same (arXiv:1903.03936, Section 4). A small :math:`\epsilon` hides among the honest changes;
-    one above (honest / attackers) turns the mean of all around.
+    All attackers send the same change (arXiv:1903.03936, Section 4). With a small :math:`\epsilon` it resembles the
+    honest changes; with one above (honest / attackers) it reverses the mean of all.
 
     Args:
         clients: Who attacks, see `Attack`.
@@ -329,8 +329,8 @@ class LabelFlip(Attack):
         classes: Number of classes :math:`C`. ``None``: the largest label of the training set plus 1.
 
     Raises:
-        MisconfigurationException: If an argument is out of range; in a round, if batches have no such labels, or one is
-            out of range.
+        MisconfigurationException: If an argument is out of range; when a fit begins, if the number of classes is not
+            known; in a round, if batches have no such labels, or one is out of range.
     """
 
     poisons_labels = True
@@ -367,7 +367,7 @@ class Scaled(LabelFlip):
 
     Args:
         clients: Who attacks, see `Attack`.
-        scale: :math:`\gamma`, above 0. ``None``: the weights of all clients of the cohort over those of the attackers.
+        scale: :math:`\gamma`, above 0. ``None``: the weights of all clients that answer over those of the attackers.
         classes: As for `LabelFlip`.
 
     Raises:

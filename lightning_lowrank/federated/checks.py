@@ -691,7 +691,7 @@ def readers_after_steps(trainer: Any, attribute: str) -> list[str]:
 
 
 def _with_helpers(function: types.FunctionType) -> list[types.FunctionType]:
-    """A function, and the functions beside it that its code names."""
+    """A function, and the functions of its module that its code names."""
     named = map(function.__globals__.get, _mentioned(function.__code__))
     return [function, *(each for each in named if isinstance(each, types.FunctionType) and not is_of_library(each))]
 

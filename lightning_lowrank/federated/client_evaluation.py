@@ -1,8 +1,8 @@
 """Evaluation of models other than the global one: clients' personal models, and the variants of a method.
 
 `FurtherModels` runs a `ClientEvaluation` each time validation or a test ends, with the state that the algorithm gives
-each client as its own, and logs `figures` over clients of what the module's own ``validation_step`` or ``test_step``
-logged.
+each client as its own, and logs `figures` over clients of the values that the module's own ``validation_step`` or
+``test_step`` logged.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ NOT_JUDGED = (
 NO_VALIDATION = (
     "evaluates clients' own models if a validation is due at a round's end, but this fit has no such validation. Have a"
     " validation loader and a validation_step, limit_val_batches above 0, check_val_every_n_epoch up to max_epochs, and"
-    " a val_check_interval that divides a round's batches. trainer.test() after the fit evaluates them as well."
+    " a val_check_interval that divides a round's clients. trainer.test() after the fit evaluates them as well."
 )
 _CONTAINERS = (list, dict, set, deque, OrderedDict, defaultdict)
 _WORST_OF = 10
@@ -101,11 +101,11 @@ class ClientEvaluation:
     """Runs a module's validation or test on each client's samples with the client's own model.
 
     A client's values are those that Lightning would log in an epoch over its samples. The module's hooks from
-    ``on_validation_epoch_start`` to ``on_validation_epoch_end`` run for each client; those of callbacks do not. So does
-    ``on_validation_start``, which may empty a list, if the module has no ``on_validation_end``. With both they may
-    be a pair, as for weights that are exchanged, and the one that Lightning has called is not to be called again.
-    Logged values are reduced as Lightning reduces them, and returned instead of logged. All that the loader's dataset
-    and the step draw is a function of (seed, client, batch), the same in every run.
+    ``on_validation_epoch_start`` to ``on_validation_epoch_end`` run for each client; hooks of callbacks do not.
+    ``on_validation_start``, which may empty a list, runs for each client too, unless the module has
+    ``on_validation_end``: the two may be a pair that exchanges weights. Logged values are reduced as Lightning reduces
+    them, and returned instead of logged. All draws of the loader's dataset and of the step are a function of (seed,
+    client, batch), the same in every run.
 
     Args:
         loader: The user's loader, whose dataset, batch size, collate function, workers and pinned memory are used, not
@@ -192,7 +192,7 @@ class ClientEvaluation:
 
         Returns:
             For each name that was logged, the value of each client by its number: the mean over the client's batches,
-            weighted by their sizes (or another ``reduce_fx``), and what metric objects computed on the client's
+            weighted by their sizes (or another ``reduce_fx``), and the results of metric objects on the client's
             samples alone. Values logged with ``on_epoch=False`` are left out.
 
         Raises:
@@ -400,7 +400,7 @@ class FurtherModels:
     def evaluate(self, trainer: Any, module: pl.LightningModule, stage: Literal["validate", "test"]) -> None:
         """Log figures of clients' personal models on the clients' test data, and of variants on all test data.
 
-        If a module was given other weights after the fit, there are no such models of these, and nothing is logged.
+        If the module holds other weights than the last round's, nothing is logged, and a warning says so.
         """
         exchange, algorithm = self._exchange, self._exchange.algorithm
         variants = UnequalClients.of(algorithm).variants(exchange.server)

@@ -48,8 +48,7 @@ def register_elementwise(kind: type[Optimizer]) -> type[Optimizer]:
     """Declare an optimizer elementwise, so that clients that use it may step together.
 
     Its state must consist of tensors shaped as their parameter, of scalar tensors named ``step``, and of plain Python.
-    Subclasses count as well, as do those of torch's own elementwise optimizers, but for those with a ``step`` of their
-    own.
+    Subclasses that inherit ``step`` count as well, also those of torch's own elementwise optimizers.
 
     Args:
         kind: The class of the optimizer.
@@ -88,7 +87,8 @@ def acts_elementwise(optimizer: Optimizer) -> bool:
 def counters(optimizer: Optimizer) -> list[dict[str, Any]]:
     """Entries of an optimizer's parameter groups that its steps may change, as in schedule-free optimizers and Prodigy.
 
-    All but the options that schedules set, and a projected optimizer's refreshes; none of torch's own optimizers.
+    These are all but the options that schedules set, and a projected optimizer's refreshes. An optimizer that
+    `acts_elementwise` has none.
     """
     if acts_elementwise(optimizer):
         return [{} for _ in optimizer.param_groups]
@@ -116,10 +116,10 @@ class ClientOptimizers:
     """The optimizers and schedulers of a fit, which all clients use in turn.
 
     A client begins with fresh optimizers, or with the moments that it keeps between rounds; with the options of its
-    own; and with step-wise schedules where the round began. The next round continues from the client with the most
-    steps. Schedulers that Lightning steps once an epoch are left alone. Under manual optimization, where the module
-    steps them when it likes, each client begins with all of them where the round began. So it does with a projected
-    optimizer's count of steps to its next subspaces.
+    own; and with step-wise schedules in their state at the round's start. The next round continues from the client with
+    the most steps. Schedulers that Lightning steps once an epoch are left alone. Under manual optimization, where the
+    module may step them at any time, each client begins with all of them in their state at the round's start. The same
+    holds for a projected optimizer's count of steps to its next subspaces.
 
     `Rounds` calls `wind_back`, `apply_options`, `end_client` and `end_round`, executions `begin` and `keep`.
 

@@ -115,8 +115,8 @@ class ClientStates:
     Args:
         states: The clients' states, by id.
         limit: Bytes of tensors that clients may keep in memory between rounds. Beyond it, states go to a temporary
-            folder, the least recently used first. ``None``: no limit. The folder carries the names of host and
-            process, and goes with the object; those of processes that were killed are cleared here.
+            folder, the least recently used first. ``None``: no limit. The folder's name has host and process, and the
+            folder is deleted with the object; folders of killed processes are deleted when an object is made.
     """
 
     def __init__(self, states: Mapping[int, State] | None = None, limit: int | None = None) -> None:

@@ -78,10 +78,10 @@ class DeviceClasses(Distribution):
 
     Args:
         values: The value of a client of each class.
-        shares: Relative number of clients of each kind; equal by default. Each client's kind is drawn.
+        shares: Relative number of clients of each class; equal by default. Each client's class is drawn.
 
     Raises:
-        MisconfigurationException: If there are no values, or not as many shares.
+        MisconfigurationException: If there are no values, a value is not above 0, or shares do not fit the values.
 
     Example:
         >>> sorted(set(DeviceClasses([1e6, 1e7]).draw(100, torch.Generator()).tolist()))
@@ -121,12 +121,12 @@ class SystemModel(Configured):
 
     with the bytes that the `Ledger` counts. All clients of a round work at the same time, and the server takes no time:
     a round is as long as its slowest client, or as ``deadline``. Each round logs ``system/round_seconds``,
-    ``system/seconds`` (all rounds so far) and ``system/late``. Nothing is slower for it: the seconds are computed.
+    ``system/seconds`` (all rounds so far) and ``system/late``. The simulation does not wait: seconds are computed.
 
     Operations are those of a sample's forward and backward pass, which torch counts once on a copy of the module
     without values: a multiply-add is two. So low-rank layers and parts of a network (`HeteroFL`, `FedHM`, `SplitMix`)
     take the time of their own computation, and methods with several passes a step that of all passes
-    (`Algorithm.passes`). An optimizer's own computation is not counted.
+    (`OwnSteps.passes`). An optimizer's own computation is not counted.
 
     Args:
         bandwidth: Bytes a second from a client to the server (10 Mbit/s are 1.25e6). A number, a list with one for each
@@ -139,8 +139,9 @@ class SystemModel(Configured):
         seconds_per_sample: Seconds that a client takes for one sample's forward and backward pass, given instead of
             ``speed`` and ``operations``: a measured time of one network, whatever the method and the rank.
         deadline: Seconds after which the server continues without the clients that have not answered. They are dropped,
-            as ``on_client_error="drop"`` says, and count as ``federated/failed``; so the round takes the whole of it,
-            as it does if a client never answers (``client_dropout``). ``None``: it waits for all that answer.
+            as ``on_client_error="drop"`` says, and count as ``federated/failed``; the round then takes the whole
+            deadline, as it does if a client never answers (``client_dropout``). ``None``: the server waits for all
+            answers.
 
     Raises:
         MisconfigurationException: If an argument is out of range, or neither messages nor steps take any time. When a
@@ -198,8 +199,8 @@ class SystemModel(Configured):
     def draw(self, clients: int, seed: int, names: Sequence[str | int] | None = None) -> dict[str, list[float]]:
         """Each client's figures, by kind: ``"up"``, ``"down"``, ``"latency"``, ``"speed"`` and ``"sample"``.
 
-        It depends on the seed alone, and on the clients' ``names`` if a `Trace` goes by them. A part that takes no time
-        is infinitely fast.
+        They depend on the seed alone, and on the clients' ``names`` if a `Trace` looks clients up by name. A part that
+        takes no time is infinitely fast.
 
         Raises:
             MisconfigurationException: If a list has another length.

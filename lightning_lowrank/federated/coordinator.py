@@ -82,7 +82,7 @@ class Coordinator(Exchange):
         """Refuse a cohort of ``clients`` that is too small for the aggregator.
 
         Raises:
-            MisconfigurationException: If they are.
+            MisconfigurationException: If it is too small.
         """
         try:
             self.server.aggregator.check_arrivals(clients)

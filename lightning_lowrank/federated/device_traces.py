@@ -41,7 +41,7 @@ class Trace(Distribution):
     Raises:
         MisconfigurationException: If there is no such file or column, a value is no number above 0, or a client's name
             occurs twice. When a fit begins: if clients have no names, or one has no row; or if ``client`` is not given
-            and a column holds the names of all clients.
+            and a column holds the names of all clients in another order.
 
     Example:
         >>> import tempfile, pathlib
@@ -117,9 +117,9 @@ class AvailabilityTrace(Configured):
     """Device availability by FedScale's traces, for ``FederatedLoop(availability=...)``.
 
     The file is ``client_behave_trace``: a pickle of a dictionary from devices to dictionaries with ``active`` and
-    ``inactive``, the seconds at which a device comes and goes, and ``finish_time``, after which this is repeated. A
-    JSON file of the same form will do. Client ``i`` has device ``i``; if there are more clients than devices, these
-    are used again from the first.
+    ``inactive``, the seconds at which a device becomes available and unavailable, and ``finish_time``, the period. A
+    JSON file of the same form works too. Client ``i`` has device ``i``; if there are more clients than devices, the
+    devices are used again from the first.
 
     Args:
         path: The file.
@@ -127,7 +127,7 @@ class AvailabilityTrace(Configured):
             round's number, independent of a `SystemModel`.
 
     Raises:
-        MisconfigurationException: If the file cannot be read, or a device's trace is none.
+        MisconfigurationException: If the file cannot be read, or a device has no trace of this form.
 
     Example:
         >>> import json, pathlib, tempfile

@@ -78,7 +78,7 @@ def walk(
 ) -> Iterator[tuple[str, Any]]:
     """Iterate over an object and all objects reachable from it, each once, with names.
 
-    Attributes, entries of containers, and what functions and methods are bound to can be reached.
+    Attributes, entries of containers, and the objects to which functions and methods are bound can be reached.
 
     Args:
         name: The root's name.

@@ -24,9 +24,9 @@ _PEFT_NAMES = re.compile(r"\bbase_model\.model\.|\bbase_layer\.|\boriginal_modul
 def dense_bytes(module: nn.Module) -> int:
     """The size of a message of dense FedAvg for ``module``, in the present types of its tensors.
 
-    These are the buffers, the parameters that are trained, and those in whose place factors are trained: the weights of
-    low-rank layers and what ``freeze_rest`` froze, and a model that PEFT wrapped, all of which PEFT freezes. So the
-    same adapters have the same size of the dense model, whoever made them.
+    Such a message has the buffers, the trained parameters, and the parameters that factors replace: the weights of
+    low-rank layers, the parameters that ``freeze_rest`` froze, and all of a model that PEFT wrapped. So the same
+    adapters have the same size of the dense model, whichever library made them.
 
     Returns:
         Bytes in one direction, to or from one client.
@@ -59,7 +59,7 @@ class Ledger(RoundStage):
     """Counts the bytes that cross the wire, per round and in total.
 
     Args:
-        dense_bytes: Size of what dense FedAvg sends for this model, in one direction, to or from one client. If other
+        dense_bytes: Size of dense FedAvg's message for this model, in one direction, to or from one client. If other
             parameters are trained from some round on, it changes with that round.
 
     Example:
@@ -113,7 +113,7 @@ class Ledger(RoundStage):
 
         ``comm/ratio`` is all bytes to and from clients that took part, over what dense FedAvg would have moved in
         the same transfers (`dense_bytes`, of each round's module). ``comm/idle_down_bytes`` is in neither: see
-        `Algorithm.announce`.
+        `ChangesBase.announce`.
         """
         return {
             "comm/up_bytes": self.round_up,

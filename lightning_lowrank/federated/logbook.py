@@ -47,11 +47,11 @@ class Logbook:
 
     Values are reduced by their ``reduce_fx``; means are weighted by batch sizes. So ``callback_metrics``, loggers and
     progress bars see the epoch's figures as they would from a call in each step. With ``on_step=True`` they see one
-    value a client. Epoch values are passed on at the round's end, when Lightning would show them as well.
-    A `torchmetrics.Metric` is handed over as it is. The first call of
-    each kind goes through Lightning's checks at once. Between `begin_evaluation` and `end_evaluation` it collects the
-    evaluation's values only. Between `begin_model` and `end_model` nothing is handed over: `end_model` returns each
-    value, reduced bit for bit as Lightning reduces it in an epoch. Values logged elsewhere go to Lightning directly.
+    value a client. Epoch values are passed on at the round's end, when Lightning would show them as well. A
+    `torchmetrics.Metric` is handed over as it is. The first call of each kind goes through Lightning's checks at once.
+    Between `begin_evaluation` and `end_evaluation` the logbook collects the evaluation's values only. Between
+    `begin_model` and `end_model` nothing is handed over: `end_model` returns each value, reduced bit for bit as
+    Lightning reduces it in an epoch. Values logged elsewhere go to Lightning directly.
 
     Args:
         trainer: The trainer, with its module connected.

@@ -97,23 +97,23 @@ class FederatedLoop(FederatedSettings, Callback):
     `ClientParallelStrategy`.
 
     Put it before every callback that reads weights, and after `LowRank`. Each round logs ``comm/up_bytes``,
-    ``comm/down_bytes``, their totals and ``comm/ratio`` (see `Ledger`), ``federated/clients`` (those whose answers
-    count), ``federated/failed`` (drawn clients that sent nothing that counts), ``federated/samples`` (those that the
-    clients hold whose answers count) and ``federated/client_steps`` (batches trained by clients, in all). Clients that
-    a round cut short has not reached are in none of these.
+    ``comm/down_bytes``, their totals and ``comm/ratio`` (see `Ledger`), ``federated/clients`` (clients whose answers
+    count), ``federated/failed`` (drawn clients without such an answer), ``federated/samples`` (the training samples of
+    the clients whose answers count) and ``federated/client_steps`` (batches trained by clients in all rounds so far).
+    Clients that a round cut short has not reached are in none of these.
 
     A turn of Lightning's loop is a client, or a chunk of clients that step together, and between turns the module is
     the global model. Lightning's settings mean here (the page "Lightning in a federation" has each):
 
     - ``limit_train_batches`` and ``overfit_batches`` count per client and round. ``val_check_interval`` is a share of
-      the round's turns, or a number of turns, with which ``execution="auto"`` trains clients one after another. A
+      the round's turns, or a number of turns; with a number, ``execution="auto"`` trains clients one by one. A
       validation inside a round sees the last global model. A later round of fewer turns than ``val_check_interval`` is
-      validated at its end. ``fast_dev_run=n`` gives ``n`` clients a batch each.
+      validated at its end. ``fast_dev_run=n`` divides ``n`` batches among the round's clients.
     - ``global_step``, ``max_steps`` and ``log_every_n_steps`` count steps of optimizers, those of all clients. The fit
       ends after any step, also inside a client. A round cut short by ``max_steps``, ``max_time`` or early stopping is
       aggregated from the clients trained so far.
     - ``batch_idx``, ``trainer.is_last_batch``, ``trainer.num_training_batches`` and ``len(trainer.train_dataloader)``
-      are the client's own while it trains. A module that reads what counts all clients, or clients, is warned of.
+      are the client's own while it trains. A warning names methods of the module that read other counts.
     - Hooks of the module and of callbacks are called on each of a client's batches. Checkpoints, progress bars and
       weight averaging act between clients. A checkpoint that a callback saves inside a client holds the client's start.
       Figures logged with ``on_step=True`` have one value a client.
@@ -122,8 +122,9 @@ class FederatedLoop(FederatedSettings, Callback):
     - Epoch-wise learning rate schedulers step per round. Step-wise ones step within each client, from where the round
       began; the next round continues from the client with the most steps. So ``trainer.estimated_stepping_batches`` is
       the number of steps of that client in all rounds. In ``configure_optimizers`` ``len(trainer.train_dataloader)``
-      and ``trainer.num_training_batches`` are its batches in a round, the mean rounded up. A schedule of another length
-      is warned of. ``configure_optimizers`` is called twice if ``max_steps`` counts a chunk's steps.
+      and ``trainer.num_training_batches`` are its batches in a round, the mean rounded up. A warning names a schedule
+      of another length. If ``configure_optimizers`` reads ``trainer.estimated_stepping_batches``, and ``max_steps``
+      counts steps of chunks, it is called twice.
 
     Its arguments, with their defaults, are those of `FederatedSettings`.
 
@@ -131,7 +132,7 @@ class FederatedLoop(FederatedSettings, Callback):
         MisconfigurationException: If an argument is out of range, the training loader cannot be divided among clients,
             a trained parameter is in no optimizer, or another callback would read a client's weights as the
             global model's. In a round, if other parameters are trained than before and the method cannot follow
-            (`Algorithm.trained_set_may_change`). At the end, if no client has made a step.
+            (`Claims.trained_set_may_change`). At the end, if no client has made a step.
 
     Example:
         >>> from lightning_lowrank import Dirichlet, FedAvg, FederatedLoop

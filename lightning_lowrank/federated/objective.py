@@ -48,15 +48,14 @@ class MaskAbsentClasses(Objective):
     Args:
         layer: Name of the submodule whose output, ``[batch, classes, …]``, holds the logits. Default ``"network"``.
         classes: Number of classes. ``None``: the ``num_classes`` of that submodule or of the module.
-
         masking: ``"exclude"`` (default): the logits become :math:`-\infty`, and the probability of these classes 0, as
             the papers say. ``"zero"``: they become 0, so that each of them adds 1 to the sum that the softmax divides
             by, as the code released with both papers has it.
 
     Raises:
-        MisconfigurationException: If ``masking`` is neither. When a fit begins, if there is no such submodule, the
-            number of classes is not known, the training data has no labels, or others than from 0 to ``classes`` - 1,
-            or the module has a ``label_smoothing``. In a step, if the submodule's output is no tensor.
+        MisconfigurationException: If ``masking`` is neither. When a client begins, if there is no such submodule, the
+            number of classes is not known, the training data has no labels, the client has others than from 0 to
+            ``classes`` - 1, or the module has a ``label_smoothing``. In a step, if the submodule's output is no tensor.
 
     Example:
         >>> from lightning_lowrank import FedAvg, FederatedLoop, LabelCount, MaskAbsentClasses

@@ -30,7 +30,7 @@ class ChangesBase(_Protocol):
     """A method that changes frozen weights or ``base.state``, or that redraws the factors of its trained tensors.
 
     Frozen parameters and ``base.state`` are the same on the server and all clients. The server calls `announce`, and
-    every side makes the change in `update_base`. Clients that sit the round out hear of it too.
+    server and clients make the change in `update_base`, also clients outside the cohort.
     """
 
     @property
@@ -41,8 +41,8 @@ class ChangesBase(_Protocol):
     def announce(self, server: Server, update: Mapping[str, Tensor]) -> None:
         """Have `update_base` called with ``update`` everywhere: on the server now, at sites with the next broadcast.
 
-        The tensors travel with that broadcast to all clients, also to those that sit the round out. A lossy downlink
-        encodes them once, and the server too takes them as they are decoded. Called at most once a round.
+        That broadcast carries the tensors to all clients, also to those outside the cohort. A lossy downlink encodes
+        them once, and the server too uses the decoded tensors. Called at most once a round.
         """
         server.announcement = dict(server.transmit(update)) if update else {}
         if update:
@@ -101,8 +101,7 @@ class UnequalClients(_Protocol):
     def has_full_model(self, server: Server, client: ClientInfo, state: State) -> bool:
         """Whether a client's personal model is the global model with some tensors replaced by the client's own.
 
-        Checkpoints hold these and no other model of a client: `load_dense` refuses other clients. ``state`` is the
-            client's state.
+        `load_dense` builds such models from a checkpoint, and refuses other clients. ``state`` is the client's state.
         """
         return inherits(self, "model_for", "personal_model")
 
@@ -157,7 +156,7 @@ class OwnCodec(_Protocol):
         themselves have none.
 
         Args:
-            base: What every side holds.
+            base: The copy of the module, and the state that server and clients share.
             model: The global model, as far as clients are sent it.
             received: What the client received.
         """
@@ -180,8 +179,8 @@ class Personal(_Protocol):
         """A template of the ``state`` of a client at a real site, as far as `begin` and `end` need it.
 
         A server tries the client's half to learn the form of a client's message. Only names, shapes and types matter.
-        By default that is the state of a client that has never taken part. If a broadcast leaves out tensors that the
-        client received earlier, it contains those.
+        By default that is the state of a client that has never trained. If a broadcast leaves out tensors that the
+        client received earlier, the template contains these tensors.
         """
         return {}
 

@@ -62,7 +62,7 @@ class Rounds(OfTheRun):
     Args:
         settings: The experiment's settings.
         trainer: The trainer, with its optimizers set up.
-        data: The training set, which is divided when that has not been done.
+        data: The training set, which is divided here if it has not been.
         progress: The run's position.
         processes: Connects the processes that share rounds, if there are several.
         make: Makes the exchange of the clients' messages.

@@ -207,7 +207,7 @@ def of_full_disk(error: BaseException | None) -> OSError | None:
 def name_full_disk(error: BaseException, trainer: Any) -> None:
     """Have an error of a full disk, such as that of a logger, name the run's folders on it and what helps.
 
-    Lightning finalizes the loggers next. One that fails on the same disk does not take the error's place.
+    Lightning finalizes the loggers next. An error of a logger on the same disk does not replace this one.
     """
     found = of_full_disk(error)
     # A checkpoint's error names its file.

@@ -97,19 +97,19 @@ class FederatedSettings(Configured):
         algorithm: The federated method.
         clients: Number of clients. May be left out if the partition knows it (`ByKey`, `FromIndices`).
         clients_per_round: Clients drawn in each round: a count, or a share of all clients in (0, 1] as a float.
-            ``None``: all of them. Clients without samples are never drawn.
+            ``None``: all of them. Clients without a batch are never drawn.
         partition: How the training set is divided; `IID` by default.
         local_epochs: Passes of a client over its own samples in a round.
         local_steps: Number of batches of a client in a round, instead of ``local_epochs``.
         uplink: Codecs that every message from a client passes, such as ``[TopK(0.1, error_feedback=True), Half()]``.
-            They get the difference from `Algorithm.reference`, by default from the received tensors. Buffers and
-            integers travel exactly. Empty (default): every number travels as it is.
+            They get the difference from `ChangesBase.reference`, by default from the received tensors. Buffers and
+            integers are sent exactly. Empty (default): every number is sent as it is.
         downlink: Codecs that every message to a client passes. With error feedback they get the difference from a copy
             of the broadcast that all clients hold, and the server adds clients' changes to its own model (EF21-P).
-            Clients that sit a round out must hear it too. Without error feedback they get the values.
-        aggregator: How the arrivals of a round become one value, for methods that average; `WeightedMean` by default.
+            Clients outside the cohort receive the broadcast too. Without error feedback they get the values.
+        aggregator: The rule that aggregates a round's messages, for methods that average; `WeightedMean` by default.
             Robust rules, such as ``TrimmedMean(0.3)`` or ``Krum(2)``, withstand clients that send anything.
-        attackers: Clients that attack, such as ``SignFlip(0.2)``, to test that with; none by default.
+        attackers: Clients that attack, such as ``SignFlip(0.2)``, to test robust rules; none by default.
         objective: A change of the clients' objective, such as ``MaskAbsentClasses()``.
         privacy: Differential privacy of whole clients, such as ``ClientPrivacy(clip=1.0, target_epsilon=8.0)``; see
             there. It goes with ``weighting="uniform"`` and methods whose server needs only the clients' mean. ``None``
@@ -123,16 +123,17 @@ class FederatedSettings(Configured):
         ema_parameters: Patterns of frozen parameters that training itself changes, such as ``["teacher.*"]`` for a
             teacher that follows by an exponential moving average. They are sent, trained and averaged as ``buffers``
             says. Frozen parameters that change without being named here are refused. Writes through ``tensor.data`` are
-            looked for in a fit's first step, beyond 16.8 million frozen numbers in a sample of them.
+            looked for in the steps of a fit's first client, beyond 16.8 million frozen numbers in a sample of them.
         optimizer_state: ``"reset"``: momentum and the like start from zero with each client and round. ``"keep"``: each
             client continues with its own when it is next drawn, except for moments of factors that a method such as
             `FedMUD` has redrawn since.
         client_dropout: Chance in [0, 1) that a drawn client fails: it is sent the model and never answers. At least
-            one client of a round always answers.
-        on_client_error: What happens if a client fails: if its training raises an error, or its update holds a number
-            that is not finite. ``"drop"`` (default): a warning names it, the round continues without it, and its state
-            is that of before the round. Clients that step together fail together if the step raises. ``"raise"``: the
-            fit ends. Errors of settings, memory or the device always end it.
+            one client of a round is kept, except with ``ClientPrivacy(sampling="poisson")``.
+        on_client_error: What happens if a client fails: if reading its batches, its steps (hooks before the optimizer's
+            step included) or its half of the method raise an error, or its update holds a number that is not finite.
+            ``"drop"`` (default): a warning names it, the round continues without it, and its state is that of before
+            the round. Clients that step together fail together if the step raises. ``"raise"``: the fit ends. Errors of
+            settings, memory or CUDA always end it.
         min_clients: Least number of clients that must answer in a round; fewer are an error. Default 1.
         sampling_weights: Relative chance of each client to be drawn: a list, or a dictionary by the clients' names;
             uniform by default.
@@ -144,8 +145,8 @@ class FederatedSettings(Configured):
             and the deadline after which the server continues without late clients. ``None`` (default): rounds have no
             time.
         stages: Further stages of each round, such as one that logs each client's update; see `RoundStage`. They see
-            messages after ``attackers``, and cannot be combined with ``privacy``, which would not protect their
-            figures.
+            messages after ``attackers``. Stages that see messages are refused with ``privacy``, which would not protect
+            their figures.
         labels: Function from the training dataset to its labels, for partitions by label. By default they are found
             from ``targets``, ``labels`` or ``tensors``, or in one pass over the dataset.
         seed: Seed of partition, sampling, data order and clients' randomness. ``None``: the seed given to Lightning's
@@ -160,27 +161,28 @@ class FederatedSettings(Configured):
             it differs. ``global_step``, ``max_steps`` and step-wise schedulers then count steps of a chunk, and an
             integer ``val_check_interval`` chunks; ``federated/client_steps`` counts clients' batches in both.
             ``"auto"``: a few steps are tried both ways when the fit begins, the faster way is used, and a line says
-            which and why; a resumed run keeps the choice. The trial puts back all that module, optimizers and dataset
-            hold. What keeps clients from stepping together, in the trial or later, is no error: their steps are made
-            one after another. If the module has convolutions, a third way is tried: one after another, with the
-            channels of images last in memory (`torch.channels_last`), for validation too. A later step that cannot do
-            with that is an error which says what would do.
+            which and why; a resumed run keeps the choice. The trial restores module, optimizers and dataset. If clients
+            cannot step together in the trial, they train one after another; a later step that cannot be mapped is made
+            for one client after another. Other differences that are found later end the fit with an error. If the
+            module has convolutions, a third way is tried: one after another, with the channels of images last in memory
+            (`torch.channels_last`), for validation too. A later step that fails in this format raises an error that
+            says what to change.
         chunk_size: Largest number of clients that step together. ``None``: as many as a quarter of the free memory
-            holds, by the memory of a step on the first round's batches, and half as many if that step needs more. The
-            result does not depend on it, to rounding.
+            holds, by the memory of a step on the first round's batches, halved while that step needs more than is free.
+            The result does not depend on it, to rounding.
         compile: Whether the steps of clients that step together are compiled by `torch.compile`, which needs a C++
             compiler on a CPU and Triton on a GPU. Compiled are full batches, in stacks of at most four sizes, each of
-            which takes some seconds at its first use. Results are the same to rounding. What cannot be compiled is not,
-            and a warning says why. Default ``False``.
-        data_on_device: Where samples are kept that are rows of tensors: those of a `torch.utils.data.TensorDataset`
-            with torch's own collate function, of this package's images, and of a `torch.utils.data.Subset` of them.
+            which takes some seconds at its first use. Results are the same to rounding. A step that cannot be compiled
+            runs uncompiled, and a warning says why. Default ``False``.
+        data_on_device: Where samples that are rows of tensors are kept: of a `torch.utils.data.TensorDataset` with
+            torch's own collate function, of this package's images, and of a `torch.utils.data.Subset` of them.
             Batches are gathered, normalised and augmented there, without a loader's workers, with the same draws and
             results. ``True``: in the memory of the device that trains. ``False``: in main memory; batches are
             copied from pinned memory if the device is a CUDA GPU. ``"auto"`` (default): on other devices than the
             CPU as ``True`` if the samples take at most a quarter of the memory that is free at the first batch, and
             else as ``False``; also as ``False`` for other data, and if the module or datamodule overrides
             ``on_before_batch_transfer`` or ``transfer_batch_to_device``. Evaluation batches are made on the device if
-            all samples are on it; those of validation also need a loader without workers, over samples without draws.
+            all samples are on it; validation batches also need a loader without workers, and samples without draws.
         personal_test: The test samples of each client's own model (`Personal.personal_model`; for most methods the
             global model), evaluated each time validation runs between rounds: ``"matched_labels"``: the validation
             samples of the labels that it has in its training samples; a share in (0, 1): that share of its own samples,

@@ -85,7 +85,7 @@ class RoundStage(Configured):
     - `release`: on the server, at the round's end, for messages that were held back.
     - `figures`: the round's logged figures.
 
-    Later stages of the list see what earlier ones let pass. The user's come after attackers.
+    Later stages of the list see the messages that earlier stages pass on. The user's stages come after attackers.
 
     Example:
         >>> class Counts(RoundStage):

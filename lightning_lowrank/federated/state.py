@@ -58,7 +58,7 @@ class Base:
 
     In a simulation there is one, which the server and all clients share. Between real sites the server and each site
     have their own. Frozen parameters and ``state`` are the same everywhere: `ChangesBase.update_base` changes them, on
-    every side by the same message.
+    server and clients by the same message.
 
     Args:
         module: The live module. Its trained parameters hold some client's values while a round runs.
@@ -66,7 +66,7 @@ class Base:
         buffer_policy: The treatment of the module's persistent buffers.
         optimizers: The trainer's optimizers, with which clients step.
         initial_buffers: The persistent buffers' values before the first round, by name.
-        clients: Number of clients of the experiment, also of such that cannot be drawn.
+        clients: Number of clients of the experiment, including clients that cannot be drawn.
         state: The method's state on the server and on all clients between rounds. ``state["folded"]`` says that frozen
             weights have changed: the trained tensors are then only a part of the learnt ones.
     """
@@ -153,7 +153,7 @@ class ClientContext(ClientInfo):
     """The information that the client's half of a method may read.
 
     Args:
-        base: The client's copy of the module, its optimizers, and what every side holds.
+        base: The client's copy of the module, its optimizers, and the state that server and clients share.
         model: The client's live values: trained parameters and persistent buffers by name, to be written in place.
         state: The client's state between rounds.
         round_state: The client's values of this round alone: tensors by name, and dictionaries of such. Clients that
@@ -181,16 +181,16 @@ class Server:
 
     Args:
         base: The server's copy of the module.
-        clients: Number of clients that can be drawn; without those that have no batch, or a sampling weight of 0.
+        clients: Number of clients that can be drawn, which have a batch, and no sampling weight or availability of 0.
         round: Number of the round, from 0.
         cohort: Ids of the clients drawn for the round, ascending.
         model: Global values of the trained parameters and persistent buffers, by name.
         state: The method's state on the server between rounds. ``state["lost"]`` is what `update_model` keeps there.
         aggregator: The round's arrivals so far.
         announcement: The tensors that all clients, idle ones included, receive with the round's broadcast. Set by
-            `announce`.
+            `ChangesBase.announce`.
         encoded: Its encoding, of which all clients get the same bytes, if the downlink is lossy.
-        transmit: Returns an announcement as every side receives it: with the losses of a lossy downlink.
+        transmit: Returns an announcement as server and clients receive it: with the losses of a lossy downlink.
     """
 
     base: Base

@@ -1,6 +1,6 @@
 """The channels between server and clients: encoding of messages, error feedback, and decoding.
 
-Both sides of a real federation build the same `Wire` from the recipe. In a simulation one serves both.
+In a real federation server and sites build the same `Wire` from the recipe. In a simulation one serves both.
 """
 
 from __future__ import annotations
@@ -91,8 +91,8 @@ class Wire:
     An uplink with codecs sends differences from `reference`. With error feedback each client keeps its own residual,
     and forgets that of factors or subspaces that have been redrawn (`ChangesBase.drawn_in`). A downlink with error
     feedback sends the difference between the broadcast and a copy of it that all clients share, which idle clients must
-    receive as well; the server puts clients' changes onto its own values, so that what the copy lacks is sent later
-    (EF21-P). Without error feedback, the downlink sends the values. Clients' changes are then put onto the server's own
+    receive as well; the server adds clients' changes to its own values, so that losses of the copy are sent later
+    (EF21-P). Without error feedback, the downlink sends the values. Clients' changes are then added to the server's own
     values only for a robust rule, which would take the downlink's loss for a change.
 
     The memory of a codec such as `LowRankCodec` is kept by each client for the uplink, and by the server for a downlink

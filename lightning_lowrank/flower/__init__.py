@@ -10,15 +10,19 @@ Settings that need another party's data, state or steps are refused:
 
 - ``personal_test`` and `StaticBatchNorm`, because clients' models and samples stay on their sites;
 - ``system``, because real sites take their own time;
-- ``client_dropout``, because real sites fail by themselves;
+- ``client_dropout``, because real sites fail by themselves, and ``attackers``, which are simulated;
 - learning rate schedulers that step within clients, and projected optimizers with a ``refresh_interval``: in a
   simulation they continue from the round's longest client, and sites know nothing of each other's steps;
 - ``ckpt_path``, ``max_steps``, ``fast_dev_run``, several ``devices`` and several ``seeds``.
 
+The modules are:
+
 - `remote_rounds`: the rounds, seen from the server. `server`: the ``ServerApp`` that runs them.
 - `transport`: their messages on Flower's grid. `messages`: the messages' content.
+- `members`: the sites of a run. `intake`: checks of their answers. `secure`: secure aggregation.
 - `site`: one site. `client`: the ``ClientApp`` that hands messages to it.
-- `approval`: the recipes that a site has approved. `account`: its privacy account.
+- `policy`: a site's limits. `approval`: the recipes that a site has approved.
+- `privacy_account`: a site's privacy account. `audit`: its audit log.
 - `recipe`: the objects that a recipe describes. `project`: the project's files.
 
 Torch and Flower are imported when one of the names below is first used: ``lightning-lowrank flower approve`` needs

@@ -51,10 +51,9 @@ def client_app(recipe: str | Path) -> ClientApp:
       ``train: patients.csv``, entries of the trainer such as ``accelerator: gpu``, and ``rank``, the rank of the site's
       client for methods of clients of different rank.
     - ``data-root``: the folder that contains all files and folders of ``site``; ``root`` is this folder by default.
-    - ``state-dir``: folder of the site's state, by default
-      ``$FLWR_HOME/lightning_lowrank``. It has a file for each study and client, for a restarted site and for a study
-      that continues in another run of Flower. A site whose file is missing or damaged continues as a new client, and
-      both site and server say so.
+    - ``state-dir``: folder of the site's state, by default ``$FLWR_HOME/lightning_lowrank``. It has a file for each
+      study and client, for a restarted site and for a study that continues in another run of Flower. A site whose file
+      is missing or damaged continues as a new client, and both site and server say so.
     - ``policy``: the file of the site's `Policy`, YAML or TOML. It is read before each message. Next to it is the
       folder of the recipes that the site has approved; it runs no others. Without a policy the site runs any recipe.
     - ``audit-log``: the site's audit log, by default ``audit_client_<partition-id>.jsonl`` in ``state-dir``. It gets a

@@ -86,13 +86,14 @@ def limit_claims(claims: Sequence[int], bound: float) -> list[int]:
 class Intake:
     """Receives the sites' answers of a round.
 
-    An answer is left out if it cannot be decoded into the expected tensors, if the method raises an error on it, or if
-    its change of the broadcast is implausibly large: with a norm above ``norm_bound`` times the upper median of the
-    round's answers, separately for parameters, buffers and other tensors. A site that makes more steps than the median
-    site may change as many times more, up to five. With fewer than three answers the largest median of earlier rounds
-    takes the place of the round's own, if there is one; if all answers exceed that, only those are left out that exceed
-    it by the bound's square. No answer's norm may exceed 10⁹, or the bound times the norm of the broadcast if that is
-    more. So a minority's answers never cause a majority of honest sites to be left out.
+    An answer is left out if it cannot be decoded into the expected tensors, if a stage refuses it, if the method raises
+    an error on it, or if its change of the broadcast is implausibly large: with a norm above ``norm_bound`` times the
+    upper median of the round's answers, separately for parameters, buffers, counters and other tensors. A site that
+    makes more steps than the median site may change as many times more, up to five. A change of up to ``norm_bound``
+    thousandths of the changed tensors' norm is never too large. With fewer than three answers the largest median of
+    earlier rounds takes the place of the round's own, if there is one; if all answers exceed the limit, it is
+    multiplied by the bound once more. No answer's norm may exceed 10⁹, or the bound times the norm of the broadcast if
+    that is more. So a minority's answers never cause a majority of honest sites to be left out.
 
     Args:
         coordinator: The server's half of the rounds.

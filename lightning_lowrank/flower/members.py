@@ -1,7 +1,7 @@
 """The nodes that are the clients' sites, and how nodes join.
 
-A client belongs to the first node that joined as it: a second
-one is refused, unless it is the same site after a restart, which has kept its secret.
+A client belongs to the first node that joined as it. A second node is refused, unless it is the same site after a
+restart, which has kept its secret.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ class Members:
         nodes: Ids of the nodes of all clients, in their order; empty: the first node that joins as a client is its
             site.
         count_bound: A site that claims more than this factor times the upper median of all sites' samples, or batches,
-            counts as the median site; see `limit_claims`.
+            counts with that median; see `limit_claims`.
         rank_limit: The largest rank that a site may state for its client; 0: none.
     """
 

@@ -51,11 +51,11 @@ class Policy:
         min_clients: Least number of sites in a mean: the server must promise no round of fewer. With secure
             aggregation the site also refuses the protocol's steps that would unmask a sum of fewer.
         secure_aggregation: Whether the site answers only by secure aggregation, of two sites or more. A server that
-            follows the protocol then sees no single answer; docs/security.md says what a dishonest one can do.
+            follows the protocol then sees no single answer; docs/security.md says what a dishonest server can do.
         clip: Largest L2 norm, above 0, of the change that leaves the site, over all tensors together. A larger change
             is scaled down to it before it is encoded. Refused are recipes whose ``federated.privacy`` states a larger
             clipping norm, methods that send values whose change is not known, such as `FedLoRA` with ``RoLoRA``, and
-            changed integers; single ones, such as BatchNorm's number of batches, are sent as they are.
+            tensors of changed integers; a single integer, such as BatchNorm's number of batches, is sent as it is.
         max_epsilon: Largest ε, above 0, that all rounds of all studies together may cost the site's samples. It needs
             recipes with the callback `DifferentialPrivacy`, by which the site counts in a file of its own
             (``privacy_client_<partition-id>.json`` in ``state-dir``); a round that would cost more is refused before
@@ -68,8 +68,8 @@ class Policy:
         modules: Which parts of the model may be trained: patterns of which one must match each trained parameter or
             buffer, as in `LowRank`'s ``include``: names, runs of their parts between dots, wildcards. A tensor that is
             part of two layers, such as a tied embedding, must be matched under both names.
-        max_rounds: Largest number of rounds that the server may say that a study has, and most of them that the site
-            trains in. Default: the server's configuration.
+        max_rounds: Largest number of rounds that the server may announce for a study; the site trains in no more.
+            Default: the number that the server announces.
 
     Raises:
         MisconfigurationException: If an entry is of another type or out of range.

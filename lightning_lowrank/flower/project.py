@@ -37,12 +37,12 @@ serverapp = "flower_app:server"
 clientapp = "flower_app:client"
 
 [tool.flwr.app.config]
-start-timeout = 600.0      # seconds to wait for all sites at the start, and for one at all in a round
+start-timeout = 600.0      # seconds to wait for all sites at the start, and for min-sites answers in a round
 round-timeout = 3600.0     # seconds to wait for the sites' answers in a round
 min-sites = 0              # least number of sites that must answer in a round; 0: federated.min_clients
 keep-broadcasts = 100      # rounds whose broadcasts are kept for sites that have not received them
-study = "{name}"{padding}  # the server goes on from the state of an unfinished study of this name and recipe
-on-bad-payload = "skip"    # a site that sends something malformed: "skip" goes on without it, "stop" ends the run
+study = "{name}"{padding}  # the server continues from the state of an unfinished study of this name and recipe
+on-bad-payload = "skip"    # a site that sends something malformed: "skip" leaves it out, "stop" ends the run
 norm-bound = 10.0          # a site whose answer changes the model by so many times the median site's norm is left out
 count-bound = 10.0         # a site that claims so many times the median site's samples counts as the median site
 nodes = ""                 # ids of the clients' nodes, "1234,5678,...", as `flwr supernode register` prints them
@@ -51,11 +51,11 @@ secure-range = 8.0         # with it, the largest number of a site's change
 rounds = 0                 # number of rounds; 0: the recipe's trainer.max_epochs
 cohort = 0                 # number of clients that a round draws; 0: the recipe's federated.clients_per_round
 seed = -1                  # seed_everything; -1: the recipe's
-validate = true            # judge the global model on the server's own validation data; false: the server reads no data
+validate = true            # evaluate the global model on the server's own data; false: the server reads no data
 """
 
 _APP = '''\
-"""The recipe beside this file as a Flower app."""
+"""The recipe next to this file as a Flower app."""
 
 from pathlib import Path
 
@@ -72,15 +72,15 @@ client = client_app(recipe)
 def write_project(configs: Sequence[str | Path], output: str | Path) -> None:
     """Write the project that runs a recipe across sites.
 
-    Everything that the recipe names is built once, so that what cannot work is refused here. Sites approve the file
-    ``recipe.yaml``; ``server.yaml`` has what this machine fills in if sites have values of their own.
+    All objects of the recipe are built once, so that a recipe that cannot work is refused here. Sites approve the file
+    ``recipe.yaml``; ``server.yaml`` has this machine's own values.
 
     Args:
         configs: YAML files as ``lightning-lowrank fit`` takes them, of which later ones change earlier ones.
         output: The folder; its own name becomes the project's.
 
     Raises:
-        MisconfigurationException: If the recipe cannot run across sites, or a file is not there.
+        MisconfigurationException: If the recipe cannot run across sites, or a file does not exist.
     """
     missing = [str(config) for config in configs if not Path(config).is_file()]
     if missing:

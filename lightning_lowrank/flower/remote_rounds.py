@@ -1,7 +1,7 @@
 """Rounds across sites, at the server: the server's half of the recipe's method, and the sites' messages.
 
 The server is a Lightning fit whose epochs train nothing: `RemoteRounds` replaces `FederatedLoop`, and has each epoch's
-    round run on the sites. Validation, checkpoints, loggers and early stopping are the recipe's own.
+round run on the sites. Validation, checkpoints, loggers and early stopping are the recipe's own.
 """
 
 from __future__ import annotations
@@ -95,10 +95,11 @@ class RemoteRounds(Callback):
     Clients are drawn as `FederatedLoop` draws them, so that a run and its simulation have the same ones. A drawn site
     that is not connected, fails, or sends something malformed counts as failed; the round consists of the other
     answers. With ``on_client_error="raise"`` an error of a site's fit ends the run. While fewer than ``min_sites`` have
-    answered, the others are asked again until ``start_timeout`` has passed. A round that has too few answers because of
-    malformed ones is passed over, unless the sites of such rounds, one after another, are half of all, or leave fewer
-    than ``min_sites`` others: that ends the run. An answer that comes after its ``round_timeout`` is dropped. A site
-    that comes back gets the broadcasts that it has missed, if the method needs them.
+    answered, the others are asked again until ``start_timeout`` has passed; then the run ends. A round that has too few
+    answers only because of malformed answers or errors is skipped. The run ends if the failing sites of successive
+    skipped rounds are half of all or leave fewer than ``min_sites`` others, or with ``federated.privacy``. An answer
+    after ``round_timeout`` is dropped. A site that reconnects gets the broadcasts that it has missed, if the method
+    needs them.
 
     Its state is part of the trainer's checkpoints. A fit that is resumed from one continues with the next round. It
     waits for the sites that were connected when the checkpoint was saved, except those that did not answer in its
@@ -111,31 +112,31 @@ class RemoteRounds(Callback):
         loop: The recipe's ``federated`` section.
         recipe: The recipe's bytes, which the sites must have too.
         grid: Flower's way to the sites.
-        start_timeout: Seconds to wait for all sites at the start, and for an answer at all in a round.
+        start_timeout: Seconds to wait for all sites at the start, and for ``min_sites`` answers in a round.
         round_timeout: Seconds to wait for the sites' answers in a round.
         min_sites: Least number of sites that must answer in a round. 0 (default): ``federated.min_clients``.
-        keep_broadcasts: Number of rounds whose broadcasts are kept, if the method needs sites to hear all. A site
+        keep_broadcasts: Number of rounds whose broadcasts are kept, if the method needs sites to receive all. A site
             that has missed more is left out.
         on_bad_payload: The consequence of a malformed payload: ``"skip"``: its site counts as failed; ``"stop"``: the
-            run ends. In a secure sum it does so if the answer itself shows it: nobody can tell which masked number
-            is bad.
+            run ends. In a secure sum only the form of an answer is checked: nobody can tell which masked number is bad.
         poll: Seconds between two looks for answers.
         norm_bound: The largest ratio of an answer's change to the median site's change; see `Intake`.
             ``math.inf``: no limit.
         count_bound: The largest ratio of a site's claimed samples to the median site's. A site that claims more counts
             as the median site does; see `Members`.
-        secure_aggregation: Whether the server sees the sum of a round's answers alone, by Flower's SecAgg+, for methods
+        secure_aggregation: Whether the server sees only the sum of a round's answers, by Flower's SecAgg+, for methods
             whose server needs no more; see `secure_mean`.
         secure_range: With it, the largest number of a site's change; a site with a larger one refuses to send it. Each
             number of the mean is rounded by up to this over 2²¹ for each site.
         nodes: Flower's ids of all clients' nodes, in the clients' order and with commas between, as
             ``flwr supernode register`` prints them. Default: the first node that joins as a client is its site.
-        broadcasts: Where broadcasts are kept, by round; in memory by default.
+        broadcasts: The mapping that keeps broadcasts, by round; in memory by default.
         seed: ``seed_everything`` of the study, which is sent to the sites; -1: the recipe's.
 
     Raises:
-        MisconfigurationException: If sites are missing at the start, run something else, or claim the same client; if
-            fewer than ``min_sites`` answer in a round.
+        MisconfigurationException: If an argument is out of range; if fewer than ``min_sites`` sites join at the start,
+            or their data number classes or columns differently; if fewer than ``min_sites`` answer in a round that is
+            not skipped. Nodes that run something else, or claim another site's client, are refused with a warning.
     """
 
     validated_round: int | None = None

@@ -96,7 +96,8 @@ def serve(
         settings: Further arguments of `RemoteRounds`.
 
     Raises:
-        MisconfigurationException: If the state belongs to a run that is still going on a minute later.
+        MisconfigurationException: If ``rounds``, ``cohort`` or ``seed`` is out of range, or the state belongs to a run
+            that has not ended after a minute.
     """
     for name, count, least in (("rounds", rounds, 0), ("cohort", cohort, 0), ("seed", seed, -1)):
         if type(count) is not int or count < least:

@@ -22,7 +22,7 @@ _MISSING = ("NAType", "NaTType")
 class ClientColumn:
     """A column that holds each sample's client, as positions in a list of all clients' names.
 
-    Other than an array of names it keeps the clients' order, and those without samples.
+    Unlike an array of names it keeps the clients' order, and clients without samples.
 
     Args:
         names: The clients' names, strings or integers.
@@ -130,7 +130,7 @@ def refuse_empty(names: Sequence[str] | Column, source: str) -> None:
 
 
 def is_blank(entry: Any) -> bool:
-    """Whether an entry is a text without a letter, as an empty cell of a CSV file is read."""
+    """Whether an entry is a text that is empty or only spaces, as an empty cell of a CSV file is read."""
     return isinstance(entry, (str, bytes)) and not entry.strip()
 
 

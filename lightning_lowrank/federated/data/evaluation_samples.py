@@ -13,7 +13,7 @@ from lightning_lowrank.seeding import generator
 def matched_labels(clients: ClientIndices, train_labels: Tensor, test_labels: Tensor) -> list[Tensor]:
     """Give each client all evaluation samples of the labels that it trains on.
 
-    A client with two labels is tested on the samples of those two. Clients may share test samples. Those with the same
+    A client with two labels is tested on the samples of both. Clients may share test samples. Clients with the same
     labels share one tensor. The release of pFedMe (arXiv:2006.08848) tests on a quarter of each client's own samples
     instead, as `hold_out` with a share of 0.25 does; TDPFed does not say which samples it tests on.
 
@@ -55,7 +55,7 @@ def hold_out(indices: ClientIndices, share: float, seed: int) -> tuple[ClientInd
         indices: The samples of each client.
         share: Share of each client's samples that becomes its test part, above 0 and below 1. The number is rounded
             (halves to the even one), and a client that has samples keeps at least one for training.
-        seed: Seed of the experiment; a client's draw depends on it and the client's number alone.
+        seed: Seed of the experiment; a client's draw depends on it, the client's number and its number of samples.
 
     Returns:
         The training parts, and each client's test part; both keep the order of the client's samples.

@@ -84,7 +84,7 @@ class FromIndices(Partition):
 
     Indices number the samples of the training set. If a data module of this package holds samples out for tests or
     validation, or drops some, they number the rows of its file, split or arrays: a client then has those of its rows
-    that are left to train on.
+    that are in the training set.
 
     Args:
         indices: The sample indices of each client: a list, tensor, set or `torch.utils.data.Subset` for each, in a list

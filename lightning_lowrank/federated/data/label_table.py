@@ -36,8 +36,9 @@ class LabelTable(Partition):
             each label, divided in the table's proportions, as for a table of a data set of another size.
 
     Raises:
-        MisconfigurationException: If there is no such table, a number is below 0; or, without ``proportions``, if the
-            training set has fewer samples of a label; and with it, if nobody has a label of the training set.
+        MisconfigurationException: If there is no such table, a number is below 0, or the training set lacks a label of
+            the table; without ``proportions``, if it has fewer samples of a label; with it, if no client has one of its
+            labels.
 
     Example:
         >>> labels = torch.arange(40) % 4

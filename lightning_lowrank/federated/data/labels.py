@@ -70,9 +70,9 @@ def renumber_like(labels: Tensor, names: Sequence[str] | None, wanted: Sequence[
     """Renumber the labels of one dataset like those of another, such as a validation set's like the training set's.
 
     Args:
-        labels: Labels of the one, as `find_named_labels` finds them.
+        labels: Labels of the first dataset, as `find_named_labels` finds them.
         names: Their names.
-        wanted: Names of the other's labels.
+        wanted: Names of the second dataset's labels.
 
     Returns:
         For strings, the position of each sample's name among ``wanted``, and -1 if it is not; integers as they are.

@@ -258,8 +258,8 @@ class Dirichlet(_ByGroup):
     Args:
         alpha: Concentration, above 0. Small: each label sits with few clients. Large: close to `IID` in labels.
         min_samples: Fewest samples of a client. The whole division is drawn again until every client has them, 1,000
-            times at most; fewer if the first draws show that no other one will do, but for a chance of one in 1e9.
-            With 0, some clients may have no samples.
+            times at most; fewer if the first draws show that the chance of success is below 1e-9. With 0, some clients
+            may have no samples.
         capped: Labels are visited in ascending order, and a client that already holds the mean number of samples
             (training set / clients) or more gets none of the next label: its share becomes zero and the others' are
             scaled up to sum to one. That keeps the sizes closer together, and is what most published code does.
@@ -443,13 +443,12 @@ class ByKey(Partition):
         key: Where the samples' keys are. A name: that attribute of the dataset if it holds one entry for each sample,
             or else that column of a `datasets.Dataset` or of a dataset of `lightning_lowrank.data` (both found through
             `torch.utils.data.Subset` and `torch.utils.data.ConcatDataset` as well; a ``ClassLabel`` gives the names of
-            its classes), or else that field of the
-            samples, which must be dictionaries (one pass over the dataset). Or a function that takes the dataset and
-            returns one key for each sample. Keys are integers or strings.
+            its classes), or else that field of the samples, which must be dictionaries (one pass over the dataset). Or
+            a function that takes the dataset and returns one key for each sample. Keys are integers or strings.
         file: A CSV file that has the keys in its column ``key`` instead, a line for each row of the training data.
         index: Name of a column of ``file`` with the rows' numbers, from 0. ``None``: lines are in the rows' order.
 
-    A `ClientDatasets` knows all of its clients: they keep their order then, also those without samples.
+    The clients of a `ClientDatasets` keep their order, and include clients without samples.
 
     Raises:
         MisconfigurationException: If the keys cannot be found, are of another type, or ``clients`` is given and is not

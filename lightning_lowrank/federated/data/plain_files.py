@@ -105,7 +105,7 @@ def owners_in_file(
         order.
 
     Raises:
-        MisconfigurationException: If it cannot be read, lacks a column, or a sample has no client or no integer.
+        MisconfigurationException: If it cannot be read, lacks a column, or a line has no client or no integer index.
     """
     columns = read_columns(path, argument)
     owners = client or next((name for name in _CLIENT_COLUMNS if name in columns), None)

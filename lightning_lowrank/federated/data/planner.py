@@ -102,7 +102,7 @@ def divide(batches: Mapping[int, int], processes: int) -> list[list[int]]:
 
 @dataclass(frozen=True)
 class RoundPlanner:
-    """Draws the cohorts of rounds and counts their batches; a plan depends on the round's number alone.
+    """Draws the cohorts of rounds and counts their batches; a cohort depends on the round's number alone.
 
     Args:
         seed: Seed of the experiment.
@@ -115,8 +115,8 @@ class RoundPlanner:
         sampling_seed: Returns the seed by which clients are drawn, given ``seed``; by default that.
         truncate: Largest number of batches in a round (Lightning's ``fast_dev_run``).
         chunk_size: Largest number of clients that step together; 1 for one after another.
-        samples: Number of samples of each client, by which those that step together are sorted.
-        group_key: Returns what must be equal for clients that step together, by client and round; by default all may.
+        samples: Number of samples of each client, by which clients that step together are sorted.
+        group_key: Returns a client's key in a round, equal for clients that may step together; by default all may.
         process: Number of this process, from 0, among those that share a round.
         processes: Number of processes that share a round.
 
@@ -170,8 +170,8 @@ class RoundPlanner:
     def trial_chunks(self, chunk_size: int | None = None) -> tuple[Chunk, ...]:
         """Chunks for trial steps before the first round.
 
-        They are those of the first round, of all processes. If Poisson sampling draws fewer clients than a chunk
-        needs, or nobody, they are those of as many of the largest clients as a round has on average.
+        They are the chunks of the first round, of all processes. If Poisson sampling draws fewer clients than a chunk
+        needs, they are made of the largest clients, as many as a round has on average.
 
         Args:
             chunk_size: Largest number of clients of a chunk; by default that of the rounds.

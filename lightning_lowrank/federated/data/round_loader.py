@@ -40,8 +40,8 @@ class RoundLoader:
         position: Returns the number of batches of the round that are done.
         randomness: Opened before a batch is read, left open for the training step.
         shuffle: Whether a client's samples are permuted, again for each of its local epochs. With a
-            `LengthGroupedSampler` those that the round reads of a pass are put into batches of like length. With a
-            `torch.utils.data.WeightedRandomSampler` as many are drawn with replacement, by their weights.
+            `LengthGroupedSampler` the samples of a pass that the round reads are put into batches of similar length.
+            With a `torch.utils.data.WeightedRandomSampler` as many are drawn with replacement, by their weights.
         stacked: Whether a batch is that of a whole chunk: for each batch size the clients' places in the chunk and
             their batches, stacked.
         poisson: Returns the seed by which each of a client's samples is in a batch on its own, so that batches have the

@@ -63,7 +63,7 @@ class RoundData:
         on_divided: Called once with the division, and with the labels if the division needed them.
 
     Attributes:
-        group_key: Returns what must be equal for clients that step together, by client and round.
+        group_key: Returns a client's key in a round, equal for clients that may step together.
         resumed_chunks: Which clients step together in the round in which a checkpoint was saved.
     """
 

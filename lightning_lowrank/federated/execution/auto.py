@@ -270,7 +270,7 @@ def time_alone(
         channels_last: Whether the step sees images with their channels last in memory.
 
     Returns:
-        Seconds of a step; ``None`` if that makes no difference, for there are no images that have them elsewhere.
+        Seconds of a step; ``None`` if ``channels_last`` changes no batch.
 
     Raises:
         MisconfigurationException: If the module holds an object that cannot be restored.

@@ -46,7 +46,7 @@ class Execution(OfTheRun, ABC):
 
     A chunk is one client, or several that step together. `open` makes its clients begin with their broadcasts;
     `LocalTraining` makes their steps, and calls `before_batch`, `step_of`, `before_step` and the method's
-    ``local_update`` in each; `close` hands over what the clients send.
+    ``local_update`` in each; `close` sends the clients' messages.
     """
 
     name: ClassVar[str]

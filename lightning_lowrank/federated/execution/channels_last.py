@@ -25,8 +25,8 @@ class ChannelsLast:
     """Converts the images of batches to channels-last format, if a module has convolutions for their dimensions.
 
     Images are floating tensors of four dimensions, and of five for convolutions of three, the second of which are the
-    channels, anywhere in lists, tuples, dictionaries and dataclasses. Convolutions hand the format on to what follows
-    them. Values stay as they are.
+    channels, anywhere in lists, tuples, dictionaries and dataclasses. Convolutions keep the format in their outputs.
+    Values stay as they are.
 
     Args:
         module: The module. Its calls of `torch.nn.functional` are not detected.

@@ -72,7 +72,7 @@ class CompiledSteps(OfTheRun):
         clients: How many clients step together at most.
         samples: Number of samples in a full batch.
         objective: As for `ClientStack`.
-        silent: Whether nothing is said of what cannot be compiled, as in a trial.
+        silent: Whether steps that cannot be compiled cause no warning, as in a trial.
     """
 
     def __init__(

@@ -2,7 +2,7 @@
 
 `ClientStack` runs the mapped training step under `StackedProducts`. As measured by
 ``tests/benchmarks/convolutions.py``, on a CPU torch's grouped convolution of all clients, and its batch normalisation
-in several passes, take longer than the clients' own steps one after another; what is here takes less.
+in several passes, take longer than the clients' own steps one after another; these replacements take less.
 """
 
 from __future__ import annotations

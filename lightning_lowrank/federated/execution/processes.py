@@ -64,14 +64,14 @@ class ClientParallelStrategy(DDPStrategy):
     continue.
 
     - Weights are those of the first process when the fit begins, as they were before and after ``setup``.
-    - Processes make equally many turns in a round, for Lightning has them meet once a turn: where one has trained its
-      clients, it takes turns in which nobody trains. The module's and callbacks' hooks around batches, and
-      ``training_step``, may not communicate. What sets ``should_stop`` inside a round does so in every process in the
-      same turn, as Lightning's own callbacks do.
-    - When a round has ended, ``global_step`` and the loggers' step are those of a single process. Inside
-      a round they are the process's own. If clients step together, each process stacks its own, and counts the steps
-      of these chunks.
-    - ``max_steps``, ``min_steps`` and checkpoints inside a round are refused.
+    - Processes make equally many turns in a round, for Lightning synchronises them once a turn: a process that has
+      trained its clients takes turns in which nobody trains. The module's and callbacks' hooks around batches, and
+      ``training_step``, may not communicate. A callback that sets ``should_stop`` inside a round must do so in every
+      process in the same turn, as Lightning's own callbacks do.
+    - When a round has ended, ``global_step`` and the loggers' step are those of a single process. Inside a round they
+      are the process's own. If clients step together, each process stacks its own clients, and counts the steps of
+      these chunks.
+    - ``max_steps``, ``min_steps``, a ``val_check_interval`` in time, and checkpoints inside a round are refused.
     - Figures of an epoch, `torchmetrics.Metric` objects included, are those of all processes' clients; figures of a
       step are those of the first process. ``sync_dist`` has no effect.
     - Validation, test and prediction loaders are not divided: every process evaluates all samples, and has the same
@@ -281,8 +281,8 @@ def shared_by(trainer: Any) -> ClientParallelStrategy | None:
     if seconds is not None:
         raise MisconfigurationException(
             f"val_check_interval, here {seconds:g} seconds, is measured by each process's own clock, but validation"
-            f" needs all {trainer.world_size} of them: give it in batches or as a share of a round, or"
-            " leave it out."
+            f" needs all {trainer.world_size} of them: give a number of clients or a share of a round, or leave it"
+            " out."
         )
     return strategy
 

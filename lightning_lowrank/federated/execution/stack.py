@@ -2,7 +2,7 @@
 
 `Vectorized` uses it. The trained values of a chunk's clients are stacks ``[clients, …]``, which the optimizers hold in
 place of the module's own parameters. A step is ``vmap`` over ``training_step``, followed by the user's elementwise
-optimizer on the stacks. Frozen weights are not stacked, so that all clients share one product with it. The module
+optimizer on the stacks. Frozen weights are not stacked, so that all clients share one product with them. The module
 itself keeps the global model.
 """
 
@@ -641,8 +641,8 @@ class _Logged:
 class _Part:
     """The clients of a step whose batches have equal shapes.
 
-    Buffers and round states are copies if it is ``apart``: autograd keeps some of them for the backward pass of
-    all parts, and would take what another part writes into its own rows of a stack for a change of these.
+    Buffers and round states are copies if the part is ``apart``: autograd keeps some of them for the backward pass of
+    all parts, and would take another part's writes to its own rows of a stack for changes of them.
     """
 
     def __init__(

@@ -182,7 +182,7 @@ def reason_of_hooks(module: pl.LightningModule) -> str:
 def unsupported_reason(trainer: Any, module: pl.LightningModule) -> str:
     """The setting that keeps clients from stepping together, in words; empty if there is none.
 
-    What ``training_step`` does is seen only when it is mapped: `ClientStack.training_step` refuses that by its cause.
+    Operations of ``training_step`` are seen only when it is mapped: `ClientStack.training_step` refuses them.
     """
     if not module.automatic_optimization:
         return "the module optimizes manually"

@@ -1,7 +1,7 @@
 """Differential privacy: mechanisms, their noise, and their cost.
 
-Accounting is dp-accounting's (the extra ``[privacy]``). `ClientPrivacy` protects whole clients. What protects single
-samples is used by the callback `DifferentialPrivacy`.
+Accounting is dp-accounting's (the extra ``[privacy]``). `ClientPrivacy` protects whole clients. The callback
+`DifferentialPrivacy`, which protects single samples, uses ``samples.py``.
 """
 
 from lightning_lowrank.federated.privacy.accounting import Mechanism

@@ -17,21 +17,21 @@ NoiseAt = Literal["server", "clients"]
 class ClientPrivacy(Configured):
     r"""Client-level differential privacy (McMahan et al., ICLR 2018, Algorithm 1, with one clipping norm).
 
-    In each round a client's update :math:`\Delta_i`, all floating-point tensors of its message less the values that it
-    began with, is scaled to a norm of at most :math:`C`, and the method is handed
+    In each round a client's update :math:`\Delta_i`, all floating-point tensors of its message minus the values that it
+    began with, is scaled to a norm of at most :math:`C`, and the method gets
 
     .. math:: \bar\Delta = \frac{1}{m}\Big(\sum_{i \in S} \Delta_i \min\big(1, C / \lVert\Delta_i\rVert\big)
         + \mathcal{N}(0, (z C)^2)\Big)
 
-    in place of each client's message. So whatever the method's server does with it costs nothing more. The denominator
-    :math:`m` is fixed: ``clients_per_round``, or all clients that have samples if these are fewer, which Poisson
-    sampling draws on average. All clients count alike. The guarantee is (ε, δ)-differential privacy of each client's
-    whole data against everybody who sees the global models. The server, who sees updates, is trusted, and so are the
-    figures that the training logs. See ``docs/privacy.md``.
+    in place of each client's message. So the method's server spends no further privacy. The denominator :math:`m` is
+    fixed: ``clients_per_round``, or all clients that can be drawn if these are fewer; Poisson sampling draws so many on
+    average. All clients count alike. The guarantee is (ε, δ)-differential privacy of each client's whole data against
+    everybody who sees the global models. It does not cover the server, which sees the updates, or the figures that
+    training logs. See ``docs/privacy.md``.
 
     Each round logs ``privacy/epsilon`` and ``privacy/clip``. The fit ends before ``target_epsilon`` is passed, with a
-    message and its last checkpoint. A checkpoint holds what has been spent. A `FederatedLoop` makes one private run: a
-    second fit from the beginning is refused, and that of another loop has an ε of its own, which adds up.
+    message and its last checkpoint. A checkpoint holds the number of rounds so far. A `FederatedLoop` makes one private
+    run: a second fit from the beginning is refused. The fit of another loop has its own ε; add up both.
 
     Args:
         clip: Clipping norm :math:`C` of an update, above 0; with ``quantile`` that of the first round.
@@ -43,8 +43,8 @@ class ClientPrivacy(Configured):
             number of clients. Cohorts vary, and one may be empty; neighbours differ by a client that is added or
             removed. ``"fixed"``: just ``clients_per_round`` are drawn; neighbours differ by a client whose data is
             replaced, for which the same noise is half as much.
-        noise_at: ``"server"`` (default): the server clips what arrives, after its decoding, and adds the noise. So the
-            guarantee needs nothing of codecs and clients. ``"clients"``: each clips its update and adds noise of
+        noise_at: ``"server"`` (default): the server clips decoded updates, and adds the noise. So the guarantee
+            does not depend on codecs and clients. ``"clients"``: each clips its update and adds noise of
             variance :math:`(zC)^2` over ``min_clients`` before it is encoded, so that the sum of ``min_clients`` has
             the noise that is accounted. A round with fewer answers ends the fit. It goes with ``sampling="fixed"``, a
             given ``noise_multiplier``, and messages that carry all of the noise: of 32 bits or more, without an

@@ -90,7 +90,8 @@ class SampleGradients:
 
         Raises:
             MisconfigurationException: If the batch holds a tensor of something else than its samples, or the step
-                changes a buffer or a metric, or is called several times and changes a parameter.
+                changes a buffer or a metric, gives no loss, logs anything but means, or is called several times and
+                changes a parameter.
         """
         tensors = tensors_in(batch)
         wrong = [tuple(tensor.shape) for tensor in tensors if not tensor.ndim or len(tensor) != size]
