@@ -167,7 +167,7 @@ def _times(device: Any, number: int, path: str) -> tuple[list[float], list[float
         goes = [float(value) for value in device["inactive"]]
         end = float(device["finish_time"])
         if not (len(comes) == len(goes) and all(map(float.__le__, comes, goes)) and end > 0 and end < math.inf):
-            raise ValueError("each time in active must have a later one in inactive, and finish_time be above 0")
+            raise ValueError("inactive needs an equal or later time for each in active, and finish_time is above 0")
     except (KeyError, TypeError, ValueError) as error:
         raise MisconfigurationException(
             f"path={path!r}: device {number} must have lists of seconds, active and inactive, and finish_time:"

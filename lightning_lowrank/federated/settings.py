@@ -287,12 +287,12 @@ class FederatedSettings(Configured):
 
     def _check_stages(self) -> None:
         names = [stage.state_key for stage in self.stages]
-        taken = {"ledger", "clock", "attackers", "privacy"}
-        twice = sorted(name for name in {*names} if names.count(name) > 1 or name in taken)
+        taken = ("ledger", "clock", "attackers", "privacy")
+        twice = sorted(name for name in {*names} if [*names, *taken].count(name) > 1)
         _check(
             not twice,
-            f"stages={self.stages!r} has more than one stage of the key {join_names(twice)}: give each a key of its"
-            " own",
+            f"stages={self.stages!r} share the key {join_names(twice)} with another stage: give each a key of its own,"
+            f" and none of {join_names(taken)}",
         )
         _check(
             self.privacy is None or not any(map(sees_messages, self.stages)),
