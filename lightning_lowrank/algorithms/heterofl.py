@@ -260,7 +260,8 @@ def _check_layer(name: str, layer: nn.Module) -> None:
         _refuse(
             name,
             layer,
-            f"is none of the layers that can be sliced (convolutions, linear layers, BatchNorm), and holds {own}",
+            "is none of the layers that can be sliced (convolutions, linear layers, BatchNorm, InstanceNorm), and holds"
+            f" {own}",
         )
     if not all(parameter.requires_grad for parameter in layer.parameters(recurse=False)):
         _refuse(name, layer, "is frozen, so that every client has all of it")
