@@ -93,8 +93,8 @@ class Aggregator(Configured, ABC):
         """Set the round's reference values and seed; called before `result`.
 
         Args:
-            origin: The values from which the clients started, by name. Arrivals without a value here are changes
-                themselves.
+            origin: The values from which the clients started, by name. A tensor without a value here is a change
+                itself.
             seed: Seed of the rule's random draws in the round.
         """
 

@@ -61,10 +61,11 @@ class _Changes:
 class WeightedMean(Aggregator):
     """Streaming weighted mean of named tensors, in float64 and cast once at the end.
 
-    Memory does not grow with the number of arrivals. One arrival is returned exactly, and so are integers that all
-    arrivals have alike. Other integer and boolean tensors are averaged too and rounded to the nearest value (halves to
-    the even one). Sums are kept on the device of the tensors, or on the CPU if that device has no float64 (Apple's
-    MPS).
+    Changes of floating-point tensors (`add_change`) are first summed in their own type, at least float32, up to 32
+    arrivals at a time. Memory does not grow with the number of arrivals. One arrival is returned exactly, and so are
+    integers that are equal in all arrivals. Other integer and boolean tensors are averaged and rounded to the nearest
+    value (halves to the even one). Sums are on the device of the tensors, or on the CPU if that device has no float64
+    (Apple's MPS).
 
     Example:
         >>> import torch
@@ -134,7 +135,7 @@ class WeightedMean(Aggregator):
         self._add_another({name: value for name, value in change.items() if name not in origin}, weight)
 
     def _add_changes(self) -> None:
-        """Add the changes that were summed apart, and the values that they change."""
+        """Add the separately summed changes, and the values that they change, to the sums."""
         if self._changes is not None:
             for name, value in self._changes.origin.items():
                 self._sums[name] += to_float64(value) * self._changes.weight + to_float64(self._changes.sums[name])
@@ -230,7 +231,7 @@ class WeightedMean(Aggregator):
     @override
     def state_dict(self) -> dict[str, Any]:
         return {
-            # Saved apart, because a resumed round must add the same numbers in the same order.
+            # Saved separately, because a resumed round must add the same numbers in the same order.
             "changes": None if self._changes is None else dict(vars(self._changes)),
             "sums": dict(self._sums),
             "dtypes": {name: str(dtype).removeprefix("torch.") for name, dtype in self._dtypes.items()},

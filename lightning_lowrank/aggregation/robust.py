@@ -403,7 +403,7 @@ class MultiKrum(DistanceRule):
 
     An arrival's score is the sum of its squared distances to the :math:`n - f - 2` others that are nearest to it
     (arXiv:1703.02757, Section 4). The ``selected`` arrivals of lowest score are averaged, unweighted. It needs
-    :math:`n > 2f + 2` arrivals.
+    :math:`n > 2f + 2` arrivals if :math:`f > 0`.
 
     Args:
         byzantine: How many arrivals may be Byzantine (:math:`f`): a count, or a share in [0, 0.5) of a round's
@@ -579,20 +579,20 @@ class NormBound(DistanceRule):
     r"""The weighted mean of changes clipped to a bounded norm (Sun et al., 2019, arXiv:1911.07963, Section 4.2).
 
     :math:`\sum_i p_i x_i \min(1, M / \lVert x_i \rVert)` for changes :math:`x_i` of the values that the clients started
-    from. A fixed bound is the paper's. A bound relative to the other clients lets no client count for more than they
-    do, without knowledge of the model, but leaves the direction of its change free. Combine it with other rules if
-    attackers stay within the norm.
+    from. A fixed bound is the paper's. A bound relative to the other clients needs no knowledge of the model. Both
+    limit the length of a client's change, but not its direction. Combine the rule with other rules if attackers stay
+    within the norm.
 
     Args:
         bound: :math:`M`, above 0. ``None``: ``relative`` times the median of the round's norms.
-        relative: How much longer than the median a change may be, above 0.
-        relative_weight: How much more than the median of the weights above 0 a client may weigh, above 0, such as 2.
-            ``None`` (default): :math:`p_i` is the client's share of all weights, as in federated averaging.
+        relative: The bound as a multiple of the median norm, above 0.
+        relative_weight: The largest weight of a client as a multiple of the median of the positive weights, above 0,
+            such as 2. ``None`` (default): :math:`p_i` is the client's share of all weights, as in federated averaging.
         before: Pre-aggregations, see `RobustRule`. A mixed vector has the mean weight of its arrivals.
 
     Raises:
         TypeError: If an argument is of a wrong type.
-        ValueError: If an argument is out of range.
+        ValueError: If an argument is out of range; in a round, if all weights are 0.
 
     Example:
         >>> rule = NormBound(relative_weight=1.0)

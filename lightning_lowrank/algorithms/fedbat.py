@@ -172,7 +172,7 @@ class FedBAT(ChangesBase, OwnCodec, OwnSteps):
 
     @torch.no_grad()
     def _restore(self, step: LocalStep) -> dict[str, _Binarised]:
-        """Restore the weights that are binarised now, and return what was known of them."""
+        """Restore the weights that are binarised now, and return their entries of ``_pending``, which is cleared."""
         pending, self._pending = self._pending, {}
         for name, each in pending.items():
             step.parameters[name].copy_(each.weights)

@@ -29,8 +29,8 @@ class LocalPart(Algorithm, ABC):
     ``FederatedLoop(..., personal_test=...)``.
 
     Raises:
-        MisconfigurationException: If all of the model is the client's own, or its own part has buffers, which
-            ``buffers="reset"`` would reset in each round.
+        MisconfigurationException: If all of the model is the client's own, or ``buffers="reset"`` would reset buffers
+            of the client's own part in each round.
     """
 
     def __init__(self) -> None:
@@ -124,7 +124,8 @@ class FedPer(LocalPart):
             layers, such as a tied embedding, stays if either of its names matches.
 
     Raises:
-        MisconfigurationException: If a pattern matches nothing that is trained, or as `LocalPart` says.
+        MisconfigurationException: If ``patterns`` is no list of at least one name, a pattern matches no trained
+            parameter or persistent buffer, or as `LocalPart` says.
 
     Example:
         >>> from lightning_lowrank import FederatedLoop, FedPer, LabelCount

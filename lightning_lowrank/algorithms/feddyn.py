@@ -19,8 +19,8 @@ class FedDyn(Algorithm):
 
     A client minimizes :math:`\ell(\theta) - \langle g_k, \theta\rangle + \frac{\alpha}{2}\|\theta - \theta_t\|^2` with
     the model :math:`\theta_t` that it received and its own :math:`g_k`, 0 at first, and then sets
-    :math:`g_k \leftarrow g_k - \alpha(\theta_k - \theta_t)`. With :math:`m` clients that can be drawn in
-    all and the round's clients :math:`P`, the server computes
+    :math:`g_k \leftarrow g_k - \alpha(\theta_k - \theta_t)`. If :math:`m` clients can be drawn in all, and :math:`P`
+    are the round's clients, the server computes
 
     .. math:: h \leftarrow h - \alpha \frac{|P|}{m} (\bar\theta - \theta_t), \qquad
         \theta \leftarrow \bar\theta - \frac{1}{\alpha} h,

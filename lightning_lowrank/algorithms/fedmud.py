@@ -26,10 +26,10 @@ class FedMUD(ChangesBase):
 
     Between two resets the factors are trained and averaged like any parameter. Every ``reset_interval`` rounds,
     :math:`W \leftarrow W + f(\bar U, \bar V)` at server and clients, and the factors are drawn again. The weights
-    accumulate low-rank changes, so their own rank is not limited. For weights of 16 bits, the sum is kept in single
-    precision in addition, which takes 4 more bytes for each number. In the round after a reset the server sends the
-    averaged factors, from which a client computes that change, and the seed. Clients outside the cohort need that
-    broadcast too. As in the paper, ``comm/down_bytes`` counts the cohort only; the bytes for the others are logged as
+    accumulate low-rank changes, so their own rank is not limited. Of weights of 16 bits, a copy is kept in single
+    precision, which takes 4 more bytes for each number. In the round after a reset the server sends the averaged
+    factors, from which a client computes that change, and the seed. Clients outside the cohort need that broadcast
+    too. As in the paper, ``comm/down_bytes`` counts the cohort only; the bytes for the other clients are logged as
     ``comm/idle_down_bytes``.
 
     Args:

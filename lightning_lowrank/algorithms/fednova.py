@@ -32,7 +32,8 @@ class FedNova(Algorithm):
     group has its own. Buffers are averaged as in `FedAvg`.
 
     The server sends the global model; a client sends :math:`d_i`, the buffers and :math:`\|a_i\|_1`, 8 bytes for each
-    group, which no codec changes. Noise and robust rules would, or would not protect it: they are refused.
+    group, which no codec changes. `ClientPrivacy`, whose noise would change it, and robust rules, which would not
+    protect it, are refused.
 
     Raises:
         MisconfigurationException: If clients do not step with one ``torch.optim.SGD``, or keep their momentum from

@@ -22,11 +22,11 @@ from lightning_lowrank.federated.state import Base, ClientContext, ClientInfo
 class FedNTD(OwnSteps):
     r"""Federated not-true distillation (Lee et al., NeurIPS 2022, Eqs. 3 to 5, Algorithm 1).
 
-    With the logits of the client's model and of the model that it received, without that of each sample's own class,
-    softened by :math:`\tau`, the loss is
-    :math:`\ell + \beta\,\mathrm{KL}(\tilde q_\mathrm{received} \,\|\, \tilde q_\mathrm{client})`, averaged over the
-    batch. No gradient flows through the received model. The messages are those of `FedAvg`. The
-    authors' release multiplies the divergence by :math:`\tau^2`; at the paper's :math:`\tau = 1` that is the same.
+    The loss is :math:`\ell + \beta\,\mathrm{KL}(\tilde q_\mathrm{received} \,\|\, \tilde q_\mathrm{client})`, averaged
+    over the batch, where :math:`\tilde q` is the softmax at temperature :math:`\tau` over the classes other than each
+    sample's own, of the received and of the client's model. No gradient flows through the received model. The messages
+    are those of `FedAvg`. The authors' release multiplies the divergence by :math:`\tau^2`; at the paper's
+    :math:`\tau = 1` that is the same.
 
     Args:
         logits: Name of the submodule whose output, ``[batch, classes]``, is the logits, called once in
@@ -37,7 +37,7 @@ class FedNTD(OwnSteps):
 
     Raises:
         MisconfigurationException: If an argument is out of range, or the module has no such submodule. In a step: if
-            it does not call it once, its output is no tensor, or the batch has no classes there.
+            the submodule is not called once, its output is no tensor, or the batch has no classes at ``targets``.
 
     Example:
         >>> from lightning_lowrank import FederatedLoop, FedNTD, LabelCount

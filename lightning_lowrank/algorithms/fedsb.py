@@ -36,15 +36,16 @@ class FedSB(CoreMethod):
     Put ``LowRank(CoreProduct(), rank=64, freeze_rest=True)`` before the loop; the factors are :math:`B` = ``U``,
     :math:`R` = ``H`` and :math:`A` = ``Vᵀ``. Other trained parameters, such as a head, are averaged as in `FedAvg`. In
     the rounds that find the subspaces clients send one factor, and every client, also outside the cohort, is sent the
-    basis of its mean, then ``U`` and ``V`` once. In all further rounds the cores alone cross the wire, whatever the
-    number of clients. A robust rule as the loop's ``aggregator`` takes the place of the means.
+    basis of its mean, then ``U`` and ``V`` once. In all further rounds the cores are all that is sent of these layers,
+    whatever the number of clients. A robust rule as the loop's ``aggregator`` takes the place of the means.
 
     Args:
         subspace_rounds: Rounds that find :math:`B` and :math:`A`, 2 or more. More of them come nearer to the
             decomposition of a gradient of high rank. Default: 2.
 
     Raises:
-        MisconfigurationException: If ``subspace_rounds`` is below 2, or the module has no such layers or others.
+        MisconfigurationException: If ``subspace_rounds`` is below 2, or the module has no such layers, or low-rank
+            layers of another kind.
 
     Example:
         >>> from lightning_lowrank import CoreProduct, Dirichlet, FederatedLoop, FedSB, LowRank

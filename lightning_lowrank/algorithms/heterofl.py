@@ -38,10 +38,11 @@ class HeteroFL(PartAveraging):
     r"""Federated learning of networks of heterogeneous width (Diao et al., ICLR 2021, Algorithm 1).
 
     A client of rate p has the first ⌈p·c⌉ of the c channels of every hidden layer. All hidden dimensions of
-    convolutions and linear layers are sliced, with the BatchNorm layers on them; the input of the first layer and the
-    output of the last are not ("first" and "last" as in ``LowRank(skip=...)``: in registration order). The linear layer
-    after a convolution may read its flattened output. During training a *scaler* divides the output of every layer but
-    the last by the rate (Section 3), so that activations are as large as those of the whole network.
+    convolutions and linear layers are sliced, with the BatchNorm and InstanceNorm layers on them; the input of the
+    first layer and the output of the last are not ("first" and "last" as in ``LowRank(skip=...)``: in registration
+    order). The linear layer after a convolution may read its flattened output. During training a *scaler* divides the
+    output of every convolution and linear layer but the last by the rate (Section 3), so that activations are as large
+    as those of the whole network.
 
     Only the slices are sent, in both directions. A number of the global network becomes the mean over the clients that
     trained it, with the loop's ``weighting`` (the paper's is ``"uniform"``), or keeps its value if no client did. The
@@ -62,7 +63,7 @@ class HeteroFL(PartAveraging):
             ``"dynamic"``: each client's rate is drawn in each round.
         shares: Relative number of clients of each rate, or its chance to be drawn; equal by default.
         scaler: Whether outputs are divided by the rate in training.
-        last_layer: How the last layer's rows, one for each class, are averaged. ``"mean"`` (default): as all else.
+        last_layer: How the last layer's rows, one for each class, are averaged. ``"mean"`` (default): like all others.
             ``"holders"``: over those clients that have samples of the class, as the released code does. Clients then
             send which labels they hold, a byte for each class.
 
@@ -259,7 +260,8 @@ def _check_layer(name: str, layer: nn.Module) -> None:
         _refuse(
             name,
             layer,
-            f"is none of the layers that can be sliced (convolutions, linear layers, BatchNorm), and holds {own}",
+            "is none of the layers that can be sliced (convolutions, linear layers, BatchNorm, InstanceNorm), and holds"
+            f" {own}",
         )
     if not all(parameter.requires_grad for parameter in layer.parameters(recurse=False)):
         _refuse(name, layer, "is frozen, so that every client has all of it")

@@ -38,8 +38,8 @@ class MOON(OwnSteps):
         temperature: :math:`\tau`, above 0. Default 0.5, the paper's.
 
     Raises:
-        MisconfigurationException: If an argument is out of range, the module has no such submodule, or it is a list of
-            modules. In a step: if the step does not call it once, or its output is no tensor.
+        MisconfigurationException: If an argument is out of range, the module has no such submodule, or the submodule is
+            a list or dictionary of modules. In a step: if it is not called once, or its output is no tensor.
 
     Example:
         >>> from lightning_lowrank import MOON, Dirichlet, FederatedLoop

@@ -18,9 +18,9 @@ class PFedMe(OwnSteps):
     r"""Personalized federated learning with Moreau envelopes (Dinh et al., NeurIPS 2020, Algorithm 1).
 
     The live module is a client's personal model :math:`\theta`, which begins each round at the global model
-    :math:`w`. On every batch it takes ``personal_steps`` steps of the module's own optimizer on
-    :math:`f(\theta) + \frac{\lambda}{2}\|\theta - w_k\|^2`, from where it is (plain gradient descent with
-    ``torch.optim.SGD(lr)``), and the client's copy of the global model follows,
+    :math:`w`. On every batch the module's own optimizer takes ``personal_steps`` steps on
+    :math:`f(\theta) + \frac{\lambda}{2}\|\theta - w_k\|^2`, from the last :math:`\theta` (plain gradient descent with
+    ``torch.optim.SGD(lr)``). Then the client's copy of the global model follows,
     :math:`w_k \leftarrow w_k - \eta\lambda(w_k - \theta)`. The copies are averaged, and the global model becomes
     :math:`(1-\beta) w + \beta \bar w`. The authors' release adds :math:`0.001\,\theta` to the gradient: that is
     ``torch.optim.SGD(lr, weight_decay=0.001)``.

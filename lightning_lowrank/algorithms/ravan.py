@@ -26,15 +26,16 @@ class Ravan(CoreMethod):
 
     Put ``LowRank(CoreProduct(heads=4), rank=32, freeze_rest=True)`` before the loop; the rank is that of a head. The
     columns of all heads' :math:`B_i` are orthonormal, and so are the rows of all :math:`A_i`, if ``heads · rank`` is
-    at most the weight's side; else those of each head. Both are drawn from the experiment's seed, and the cores alone
-    cross the wire, ``heads · rank²`` numbers in each direction. Other trained parameters are averaged as in `FedAvg`.
+    at most the weight's side; else those of each head. Both are drawn from the experiment's seed. Of these layers the
+    cores alone are sent, ``heads · rank²`` numbers in each direction. Other trained parameters are averaged as in
+    `FedAvg`.
 
     We had the paper's abstract and not its text. The sum over heads, the trained and the uploaded parts are the
     abstract's. That the bases are orthonormal, that the mean is of the products, and that scales begin each round at
     one are our reading. The abstract's treatment of clients of unequal computational capacity is not included.
 
     Raises:
-        MisconfigurationException: If the module has no such layers, or others.
+        MisconfigurationException: If the module has no such layers, or low-rank layers of another kind.
 
     Example:
         >>> from lightning_lowrank import CoreProduct, Dirichlet, FederatedLoop, LowRank, Ravan

@@ -26,8 +26,8 @@ class SCAFFOLD(Personal):
         c \leftarrow c + \frac{1}{N} \sum_{i \in S} (c_i^+ - c_i),
 
     where :math:`K\eta` is the sum of the learning rates that were used, so that schedules, groups and
-    ``client_settings`` have their own, and :math:`N` is the number of all clients that can be drawn. As in the paper
-    every client counts alike in :math:`c`; the mean of the models has the loop's ``weighting`` (the paper's is
+    ``client_settings`` have their own, and :math:`N` is the number of all clients that can be drawn. As in the paper,
+    all clients have the same weight in :math:`c`; the mean of the models has the loop's ``weighting`` (the paper's is
     ``"uniform"``). Buffers are averaged as in `FedAvg`. Model and control variate are sent in both directions: twice
     the bytes of `FedAvg`. With `LowRank`, gradients and control variates are those of the factors.
 

@@ -73,15 +73,15 @@ class Ensemble(nn.Module):
 class SplitMix(PartAveraging, Personal, OwnSteps):
     """Federated learning of an ensemble of narrow networks (Hong et al., ICLR 2022, Algorithm 1).
 
-    The module's network is an `Ensemble`. A client with a budget of b trains b of its bases in a round, drawn each time
+    The module's network is an `Ensemble`. A client with a budget of b trains b of the bases in a round, drawn each time
     so that all are trained equally often, by clients of every capacity. A device predicts with as many bases as it can
     run. On every batch the client takes one step for each of its bases, on that base's own loss. (The paper trains a
     client's bases one after another over its whole data; bases share no weights, so only the order of batches differs.)
 
-    Only a client's own bases are sent, in both directions. A base becomes the mean over the clients that trained it,
-    with the loop's ``weighting``, or does not change if no client did. The paper's customisable robustness (adversarial
-    training, dual BatchNorm) is not included. FedHM's comparison trains it with static BatchNorm, which is
-    `StaticBatchNorm`.
+    Of the bases, only a client's own are sent, in both directions. A base becomes the mean over the clients that
+    trained it, with the loop's ``weighting``, or does not change if no client did. The paper's customisable robustness
+    (adversarial training, dual BatchNorm) is not included. FedHM's comparison trains the ensemble with static
+    BatchNorm, which is `StaticBatchNorm`.
 
     Args:
         budgets: Numbers of bases that clients train. Those of FedHM's comparison (arXiv:2111.14655) by default.
@@ -90,8 +90,9 @@ class SplitMix(PartAveraging, Personal, OwnSteps):
         shares: Relative number of clients of each budget, or its chance to be drawn; equal by default.
 
     Raises:
-        MisconfigurationException: If an argument is out of range, or the module does not hold one `Ensemble` with as
-            many bases as the largest budget; or if a client kept an optimizer's state, which is of other bases.
+        MisconfigurationException: If an argument is out of range, or the module does not hold one `Ensemble` with at
+            least as many bases as the largest budget; or if a client kept an optimizer's state, which is of other
+            bases.
 
     Example:
         >>> from functools import partial
@@ -190,6 +191,6 @@ class SplitMix(PartAveraging, Personal, OwnSteps):
         if len(found) != 1:
             raise MisconfigurationException(
                 "SplitMix trains the bases of one lightning_lowrank.Ensemble, and the module holds"
-                f" {len(found) or 'none'}: make it its network, Ensemble(base=..., bases={{the largest budget}})."
+                f" {len(found) or 'none'}: make its network an Ensemble(base=..., bases={{the largest budget}})."
             )
         return found[0]

@@ -50,8 +50,8 @@ class TDPFed(OwnSteps):
     ``factor_steps`` steps of Adam on :math:`\frac{\lambda}{2}\|\theta - [\![A]\!]\|^2`, with the gradient
     :math:`\lambda(-\theta_{(n)} K_n + A^{(n)} V_n)`, :math:`K_n` being the Khatri-Rao product of the other factors and
     :math:`V_n` the Hadamard product of their Gram matrices (Eqs. 23 and 24; Eq. 15 has lost a sign and a
-    :math:`\lambda`). A step goes from factor to factor, each seeing those before it already changed. The paper
-    does not say how long Adam's moments last: see ``adam_reset``.
+    :math:`\lambda`). A step changes one factor after another, each with the new values of the factors before it. The
+    paper does not say how long Adam's moments last: see ``adam_reset``.
 
     Messages hold the factors, the tensors that stay whole and the module's buffers. A client keeps its personal model,
     its last :math:`\theta` and its buffers, and is evaluated with it; a client that never took part is evaluated with
@@ -66,7 +66,7 @@ class TDPFed(OwnSteps):
         factor_learning_rate: Adam's, above 0 (the paper's :math:`\eta`; its :math:`\eta_p` is that of the module's
             optimizer). Default 8e-4.
         adam_reset: When a client's Adam starts again from zero moments: ``"batch"``, before the steps of each batch,
-            ``"round"``, or ``"never"`` (default), which is the nearest to the paper's figures. With the last one a
+            ``"round"``, or ``"never"`` (default), which is the nearest to the paper's figures. With ``"never"`` a
             client keeps the moments from round to round, two more numbers for each number of its factors.
         joint: Whether all factors of a weight step at once instead of one after another. Off by default.
         aggregation: ``"AFM"`` (default) averages the factors, all clients with the same weight whatever the loop's
@@ -230,7 +230,7 @@ class TDPFed(OwnSteps):
                 adam(_each([next(source) for source in sources], apart))
 
     def end(self, client: ClientContext) -> Message:
-        """Keep the personal model, and return the factors and the tensors that stay whole."""
+        """Keep the personal model, and return the factors, the tensors that stay whole and the buffers."""
         client.state["personal"] = detached(client.model)
         if self.adam_reset == "never":
             adam = apply_to_collection(client.round_state["adam"], Tensor, torch.clone)
@@ -291,7 +291,7 @@ def normal_equations(weight: Tensor, factors: Sequence[Tensor]) -> Iterator[tupl
     r"""Yield the terms of the least squares problem for each factor of a CP form in turn.
 
     These are ``W_(n) K_n``, ``[dimension, rank]``, and ``V_n``, ``[rank, rank]``. The gradient of
-    :math:`\frac12\|W - [\![A]\!]\|^2` is ``A V_n - W_(n) K_n`` (TDPFed, Eq. 23), zero at the factor's best. A factor
+    :math:`\frac12\|W - [\![A]\!]\|^2` is ``A V_n - W_(n) K_n`` (TDPFed, Eq. 23), zero at the optimum. A factor
     may be changed in place before the next problem is requested, which then uses the new values. All tensors may have
     the clients as a first dimension.
     """

@@ -122,9 +122,9 @@ class GradientMask(UploadMask):
     """Upload the coordinates with the largest gradients: FedSLoP's "FedMef" (He et al., 2026, Section 5.1).
 
     One client's gradient at its first step, at the global model, chooses the coordinates that all clients upload in the
-    next round. It is the client of lowest id in the cohort. In the first round everything is uploaded. The paper does
-    not specify the client. In its release it is the one drawn first, and its gradient chooses the coordinates of the
-    same round, which takes a second exchange within the round.
+    next round. That client is the one of lowest id in the cohort. In the first round everything is uploaded. The paper
+    does not specify the client. In its release the client drawn first chooses the coordinates of the same round, which
+    takes a second exchange within the round.
 
     That client's upload and the next broadcast contain the choice, a bit for each coordinate. The original FedMef
     (Huang et al., CVPR 2024) is federated dynamic pruning that grows the weights of largest gradient. For ``share`` see

@@ -45,8 +45,8 @@ class Codec(Configured, ABC):
             next message. The codec by itself ignores it. Default False.
         sparse: Whether the numbers or directions that are not sent arrive as zeros. Default False.
         one_magnitude: Whether all numbers of a tensor arrive with one magnitude. Default False.
-        additive: Whether the decoded sum of messages is the sum of the decoded messages. It is if each number arrives
-            exactly, or as zero at positions that sender and receiver both know. Default False.
+        additive: Whether the decoded sum of messages is the sum of the decoded messages. This holds if each number
+            arrives exactly, or as zero at positions that sender and receiver both know. Default False.
         expands: Why the compression error may exceed the message, so that error feedback would diverge, and what to use
             instead. Default: empty, because the error is never larger.
         adaptive: Whether the length of the encoding depends on the numbers. `nbytes` of meta tensors is then about the

@@ -65,7 +65,7 @@ class Packet:
 
 @dataclass(frozen=True)
 class Outgoing:
-    """A message, and what its sender keeps for it.
+    """A message with its seed and reference, and the sender's residual and memory.
 
     Args:
         tensors: The message.
@@ -211,7 +211,7 @@ class Channel:
     def _change(
         self, message: Outgoing, exact: Collection[str]
     ) -> tuple[dict[str, Tensor], dict[str, Tensor], dict[str, Tensor]]:
-        """The tensors to encode, the references of differences, and the tensors that error feedback wants to arrive."""
+        """The tensors to encode, the references of differences, and the targets of error feedback, before rounding."""
         sent = {name: tensor.detach() for name, tensor in message.tensors.items()}
         known_to_both, residual = message.reference or {}, message.residual or {}
         references = {name: known_to_both[name] for name in _differing(sent, known_to_both, exact)}

@@ -52,9 +52,10 @@ class LowRankCodec(RandomCodec[Factors]):
     values with their vectors, which is the nearest matrix of that rank and takes several times as long.
 
     A weight is read as the matrix of `MatrixProduct`: a linear weight is its own, and (cout, cin, kh, kw) of a
-    convolution has cout·kh rows and cin·kw columns. Vectors, and matrices that the factors would not make smaller, are
-    sent dense. A matrix with a number that is not finite arrives as NaN throughout. Integers and booleans travel
-    exactly. Vectors have the tensor's type, and the singular values are of float32, or float64 for tensors of float64.
+    convolution has cout·kh rows and cin·kw columns. Tensors of fewer than two dimensions, and matrices that the factors
+    would not make smaller, are sent dense. A matrix with a number that is not finite arrives as NaN throughout.
+    Integers and booleans travel exactly. Singular vectors have the tensor's type, and the singular values are of
+    float32, or float64 for tensors of float64.
     The values that a following codec, such as `Half` or `Quantize`, compresses are the unit vectors and the dense
     tensors. The singular values travel exactly: each is the scale of its two vectors.
 
@@ -70,7 +71,8 @@ class LowRankCodec(RandomCodec[Factors]):
     Args:
         rank: The rank of each matrix.
         budget: In place of a rank, the share of all floating-point numbers of a message that may be sent, above 0 and
-            at most 1, vectors included. All matrices have the same share of it, and each has rank 1 at least.
+            at most 1. Tensors sent dense count, singular values do not. All matrices have the same share of their
+            numbers, and each has rank 1 at least.
         energy: In place of a rank, the share of each matrix's squared norm that is kept, above 0 and at most 1. The
             rank depends on the numbers, and so does the length of the message (`adaptive`). It needs ``method="svd"``.
         method: ``"power"`` or ``"svd"``. Default ``"power"``, but ``"svd"`` with ``energy``.

@@ -86,7 +86,8 @@ def _naming(layer: Candidate) -> Iterator[None]:
 class _Budget:
     """The arithmetic of a budget over the weights to factorize. A number costs 1 or, in bytes, its size.
 
-    Factors of a frozen weight of 16 bits have 32 bits, and so do trained parameters in such a model.
+    Factors of a frozen weight of 16 bits have 32 bits. With ``freeze_rest`` so have the parameters
+    that `widen` changes.
     """
 
     def __init__(

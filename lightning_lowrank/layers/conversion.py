@@ -35,10 +35,11 @@ def convert(model: nn.Module, factorization: Factorization, *, seed: int = 0, **
     (``attention.in_proj``). A subclass is not converted, because it may use its weight in another way. Layers that
     share one weight share the factors afterwards; either all of them are converted or none.
 
-    Other layers stay dense, and the report says why. So do layers whose weight is frozen or has a frozen copy, such as
-    a momentum teacher, unless ``convert_frozen`` is set; layers whose trained factors would not have fewer numbers than
-    the weight, unless ``freeze_rest`` would freeze it; and, in role ``"weight"``, layers with a constant weight, from
-    which factors cannot start.
+    Other layers stay dense, and the report says why. So do layers with a frozen weight, unless ``convert_frozen`` is
+    set; layers with a frozen copy, such as a momentum teacher, unless ``convert_frozen`` is set or ``include`` names
+    them; layers whose trained factors would not have fewer numbers than the weight, unless ``allow_larger`` is set or
+    ``freeze_rest`` would freeze it; and, in role ``"weight"``, layers from whose weight factors cannot start: a weight
+    of zeros, or with ``init="uniform"`` and no ``init_scale`` any constant one.
 
     Args:
         model: The model. Nothing in it is changed if an error is raised.

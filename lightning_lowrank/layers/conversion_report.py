@@ -21,8 +21,8 @@ class LayerReport:
         trainable: Trained numbers of this weight: the factors', or the weight's own if the layer stays dense; 0 if
             frozen. The bias is not counted.
         converted: Whether the layer is low-rank now.
-        reason: Why the layer stays dense, has another rank than the settings say, has factors with as many numbers
-            as the weight, or shares another layer's factors; empty otherwise.
+        reason: Why the layer stays dense or has another rank than the settings say, or a note that its factors have
+            no fewer numbers than the weight or are another layer's; empty otherwise.
         error: The relative error ‖W − f‖ / ‖W‖ (Frobenius norms) of a weight that started from the dense one's
             decomposition, else ``None``.
     """

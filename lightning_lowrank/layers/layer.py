@@ -88,7 +88,7 @@ class LowRankLayer(nn.Module):
 
     - ``frozen_weight``: the weight before the update (role ``"update"`` only), not trained unless ``train_base``
       is set.
-    - ``factors``: the trained factors, by name; float32 if the frozen weight has 16 bits.
+    - ``factors``: the trained factors, by name; float32 if a weight of 16 bits is frozen.
     - ``fixed``: the factors that are never trained: the frozen one of a half-frozen layer, both of a decoupled one.
     - ``bias``: the dense layer's own.
 
@@ -174,8 +174,9 @@ class LowRankLayer(nn.Module):
 
         The new layer takes over the dense layer's settings, hooks, training mode, device, dtype and its
         bias, the same :class:`~torch.nn.Parameter`. In role ``"update"`` it also takes over the weight
-        Parameter and freezes it, so the dense layer should not be used further. Beside a frozen weight of 16 bits
-        the factors are of float32: small steps would be lost in 16. The layer computes in its input's type.
+        Parameter and freezes it (unless ``train_base`` is set), so the dense layer should not be used further. The
+        factors of a frozen weight of 16 bits are of float32, because 16 bits would lose small steps. The layer computes
+        in its input's type.
 
         Args:
             module: A layer of the kind that the class is for; not a subclass of it.
@@ -307,7 +308,8 @@ class LowRankLayer(nn.Module):
         """The effective dense weight, composed at each use unless the layer is merged.
 
         Read-only: an in-place write is lost, and the next call of `forward` raises. Torch does not count writes into
-        ``weight.data``, so that these are found in the first reads alone, and an assignment to it is not.
+        ``weight.data``: they are found only if one of the first reads returned that tensor, and an assignment to
+        ``weight.data`` is never found.
         """
         if self._is_merged():
             assert self.merged_weight is not None
@@ -363,8 +365,8 @@ class LowRankLayer(nn.Module):
 
         Args:
             factors: As for :meth:`update`.
-            add: Adds its second argument, the update, to its first, the frozen weight, in place. One that keeps what
-                rounding takes away serves repeated folds.
+            add: Adds its second argument, the update, to its first, the frozen weight, in place. For repeated folds
+                into 16 bits, give a function that keeps the unrounded sum.
 
         Raises:
             ValueError: If the layer's role is ``"weight"`` (there is no frozen weight), or ``factors`` has
@@ -625,7 +627,7 @@ class LowRankLayer(nn.Module):
         return type_before(self.factors) or self._factor_dtype
 
     def _as_input(self, value: Tensor, input: Tensor) -> Tensor:
-        """The input in the dtype that the layer computes in, as autocast casts it."""
+        """A factor or weight in the dtype that the layer computes in: the input's, as under autocast."""
         return value.to(input.dtype if input.is_floating_point() else self._output_dtype)
 
     @property

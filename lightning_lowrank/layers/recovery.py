@@ -92,8 +92,8 @@ def unmerge(model: nn.Module) -> nn.Module:
 def recover(model: nn.Module) -> nn.Module:
     """Turn every low-rank layer into the dense layer with the same weight, in place.
 
-    The dense weights are new parameters, trainable where the weights were before the conversion; biases and
-    hooks are the layers' own. Other parameters that ``freeze_rest`` froze stay frozen. Parameters that ``freeze_rest``
+    The dense weights are new parameters, trainable if the weights were before the conversion; biases and hooks
+    are the layers' own. Other parameters that ``freeze_rest`` froze stay frozen. Parameters that ``freeze_rest``
     trained in single precision in a model of 16 bits are rounded to 16 bits. Nothing of this package is left in the
     model, which ``torch.load`` reads without it.
 

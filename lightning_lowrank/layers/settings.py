@@ -67,8 +67,8 @@ class LayerSettings:
         rank_stabilized: Multiply by :math:`\alpha / \sqrt{\text{rank}}` instead (rsLoRA, Kalajdzievski 2023).
             Off by default.
         dropout: Probability with which numbers of a layer's input are left out of its update in training. 0 by
-            default. It acts where the layer is called, not where a model reads its weight, as torchvision's Swin
-            does. The input of an embedding is not numbers, and nothing is left out there.
+            default. It acts when the layer is called, not when a model reads its weight, as torchvision's Swin
+            does. It has no effect on an embedding, whose input is indices.
         compute: ``"dense"`` composes the weight for each batch, ``"contracted"`` applies the factors to the input
             one after another, ``"auto"`` (default) takes whichever needs fewer multiply-adds.
         train_base: Train the weight in addition to the update, in role ``"update"``, for ``FedHM``: some of its

@@ -42,11 +42,11 @@ _CLASSES: tuple[type[LowRankLayer], ...] = (
 
 
 RECURRENT = (nn.RNNBase, nn.RNNCellBase)
-"""Layers whose weights are surveyed, so that they are seen, and never converted: one call of torch takes them all."""
+"""Layers whose weights are reported but never converted, because torch reads all of them in one call."""
 
 
 UNCONVERTED = (nn.Bilinear, nn.EmbeddingBag)
-"""Other layers with a weight that are surveyed and never converted."""
+"""Other layers with a weight that are reported but never converted."""
 
 
 def low_rank_class(module: nn.Module) -> type[LowRankLayer] | None:
@@ -70,8 +70,7 @@ class Candidate:
     """A layer's weight that may be converted.
 
     Attributes:
-        projection: The weight's name if it is one of several: of an attention without ``_weight``, of a recurrent
-            layer all of it. Empty otherwise.
+        projection: The weight's name if it is one of several, without ``_weight`` in an attention. Empty otherwise.
         reason: Why the layer stays dense; empty if it is converted.
         note: A remark on the layer's factors; empty if there is none.
         tied_to: The earlier layer whose factors this one shares.

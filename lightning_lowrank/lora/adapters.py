@@ -121,7 +121,7 @@ class Adapter(ABC):
     def summed_change(self, parts: Parts, change: LowRankPair | Tensor) -> Parts:
         """The sum of two changes of a quantised base weight, kept as factors or as a matrix.
 
-        The factors are put side by side, until the matrix has fewer numbers.
+        The factors are concatenated, until the matrix has fewer numbers.
         """
         if isinstance(change, LowRankPair) and "product" not in parts:
             left, right = change.scaling * change.B.float(), change.A.float()

@@ -23,7 +23,7 @@ __all__ = ["ConvergenceConstants", "convergence_constants"]
 class ConvergenceConstants:
     r"""Measured constants of the convergence conditions; means are weighted like the aggregation.
 
-    With :math:`E_i` the effective update that client i receives (its pair's product and the change of the base weight)
+    :math:`E_i` is the effective update that client i receives (its pair's product plus the change of the base weight),
     and :math:`M` the mean of the clients' own :math:`s B_i A_i`. Divide by the squared learning rate for the paper's
     :math:`R^2`, :math:`P^2` and :math:`Q^2`.
 
@@ -41,7 +41,7 @@ class ConvergenceConstants:
             different ranks, the mean of each slot over the clients that receive it.
         strong_A_gap: The same for ``A``.
         aggregation_error: :math:`\|E - M\|_F` with the server's :math:`E`.
-        broadcast_error: :math:`\sqrt{\operatorname{mean}_i \|E_i - M\|_F^2}`, that of what clients receive.
+        broadcast_error: :math:`\sqrt{\operatorname{mean}_i \|E_i - M\|_F^2}`, the clients' root mean square error.
         effective_rank: Of the server's :math:`E`, with singular values :math:`\sigma_j`: :math:`\exp(-\sum_j p_j \log
             p_j)`, :math:`p_j = \sigma_j / \sum_k \sigma_k` (Roy and Vetterli, 2007). 0 if :math:`E` is zero.
         energy_beyond: The share of :math:`\|E\|_F^2` beyond the leading singular values, as many as the smallest

@@ -1,7 +1,7 @@
 """The factors that `FedLoRA` exchanges in each round, and the stored values of factors that it does not send.
 
-An operator may send other factors in one round than in the next. Then a client that sat rounds out lacks the changes of
-several, and the server counts the versions of each factor and those that each client was sent.
+An operator may send different factors in different rounds. Then a client that missed rounds may lack changes of several
+factors. So the server numbers the versions of each factor, and records which version each client was sent.
 """
 
 from __future__ import annotations

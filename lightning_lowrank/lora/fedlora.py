@@ -34,14 +34,15 @@ class FedLoRA(ChangesBase, UnequalClients, Personal):
     trainer a module that contains a model wrapped by PEFT. Other trained parameters, such as a classification head and
     biases, are averaged as in `FedAvg`, or stay with each client (``keep``).
 
-    Clients send the factors that the operator uses: both for most, the trained one for ``FFA``, ``FedSVD``, ``RoLoRA``
-    and ``CoLR``, :math:`A` alone for ``FedSA``, whose clients keep their :math:`B`. The server sends those that have
-    changed since the client last received them. Operators that change the base weight (``FLoRA``, ``FLoRIST``,
-    ``FedEx``, ``CoLR``) send the factors of that change, or its matrix if that takes fewer bytes, to every client,
-    also outside the cohort, which is logged as ``comm/idle_down_bytes``. Changes of base weights of 16 bits are also
-    summed in single precision, which takes 4 more bytes for each of their numbers. If PEFT wrapped a layer that is
-    quantised, by bitsandbytes or torchao, the weight stays and the layer adds what has changed: factors in single
-    precision side by side, or their matrix once that has fewer numbers. Redrawn factors are not sent.
+    Clients send the factors that the operator uses: both for most, the trained one for ``FFA``, ``FedSVD``,
+    ``RoLoRA``, ``LoRAA2`` and ``CoLR``, :math:`A` alone for ``FedSA``, whose clients keep their :math:`B`. The server
+    sends the factors that have changed since the client last received them. Operators that change the base weight
+    (``FLoRA``, ``FLoRIST``, ``FedEx``, ``CoLR``) send the factors of that change, or its matrix if that takes fewer
+    bytes, to every client, also outside the cohort, which is logged as ``comm/idle_down_bytes``. Changes of base
+    weights of 16 bits are also summed in single precision, which takes 4 more bytes for each of their numbers. If PEFT
+    wrapped a layer that is quantised, by bitsandbytes or torchao, its weight does not change, and the layer stores the
+    change separately: as concatenated factors in single precision, or as their matrix once that has fewer numbers.
+    Redrawn factors are not sent.
 
     With PEFT's DoRA, the operator combines the factors, so that its result for the product holds for the direction
     :math:`W + s B A`; the magnitudes are averaged.
@@ -55,9 +56,9 @@ class FedLoRA(ChangesBase, UnequalClients, Personal):
     of the parameters trained outside the adapters; its inner products come from the factors, and no product is built.
     Rules of single numbers are refused, as are operators whose clients keep a pair or a factor of their own.
 
-    Codecs of the loop's ``uplink`` get changes of factors. If a factor that is sent was not in the round's broadcast
-    (``RoLoRA``, ``LoRAA2``), or clients of several ranks have different scalings, they get values: then ``Half`` and
-    ``Quantize`` remain, and codecs that leave numbers out are refused.
+    Codecs of the loop's ``uplink`` get changes of factors. If broadcasts have different factors in different rounds
+    (``RoLoRA``, ``LoRAA2``, ``FedSVD`` with a period above 1), or clients of several ranks have different scalings,
+    they get values. Then ``Half`` and ``Quantize`` can be used; ``Sign`` and codecs that leave numbers out are refused.
 
     Args:
         operator: How factors are combined, such as ``ProductSum()`` or ``SumProduct()``.
@@ -69,8 +70,8 @@ class FedLoRA(ChangesBase, UnequalClients, Personal):
         upload_ranks: For ``LoRAA2``: how many rank slots, over all layers, a client uploads: those that training
             changed most. Several numbers are assigned to clients in turns, in the order of ids. ``None``: all slots.
         adapter: Which of PEFT's adapters is trained; by default the active one.
-        ranks: The clients' ranks, in place of ``levels``: a list, given out in turns in the order of ids; a dictionary
-            by id, in which all other clients have the layers' rank; or a function of the id, in YAML its import path. A
+        ranks: The clients' ranks, in place of ``levels``: a list, assigned in turns in the order of ids; a dictionary
+            by id, in which clients not named have the layers' rank; or a function of the id, in YAML its import path. A
             layer of smaller rank keeps its own.
 
     Raises:

@@ -29,8 +29,8 @@ NEITHER: Factors = frozenset()
 class Broadcast:
     """The result of one layer's aggregation; no tensor shares memory with the inputs.
 
-    After the round, the layer's base weight is :math:`W_0` plus ``change``'s product on every side. A client's
-    effective weight is the sum of that and the product of its pair; validation uses the product of ``server``.
+    After the round, the layer's base weight is :math:`W_0` plus ``change``'s product, on the server and all clients. A
+    client's effective weight is the base weight plus the product of its pair; validation uses the pair ``server``.
 
     Attributes:
         clients: The pair that each client receives, in the order in which they were given. Clients of one rank and

@@ -85,8 +85,8 @@ class Operator(Configured, ABC):
         """Aggregate one layer; the arguments are not modified.
 
         Clients of different rank have different scalings if these are ``alpha / rank`` (or ``alpha / √rank``). The
-        effective updates ``scaling · B @ A`` are aggregated, and ``B`` absorbs a difference; with `CoLR` the trained
-        factor does.
+        effective updates ``scaling · B @ A`` are aggregated, and the factors of :meth:`absorbing` absorb a difference:
+        ``B``, but with `CoLR` the trained factor, and with ``split="balanced"`` both.
 
         Args:
             pairs: The clients' pairs after their training, of one weight, in one dtype and on one device. A factor
@@ -191,7 +191,7 @@ class Operator(Configured, ABC):
             rank: At most ``min(m, n)``. The pair of a smaller rank has the first slots of that of a larger one.
             scaling: The pair's. Default: 1.
             round: The round that starts, from 0.
-            seed: The layer's seed; the same on both sides gives the same pair.
+            seed: The layer's seed; the same seed gives the same pair on the server and all clients.
             dtype: Of the factors.
             device: Of the factors.
 

@@ -147,7 +147,7 @@ class LayerRanks:
         """Set the rank that a client's site chose.
 
         Raises:
-            MisconfigurationException: If it cannot have one of its own.
+            MisconfigurationException: If clients cannot have ranks of their own.
         """
         if not self._operator.mixed_ranks or len(self.levels) > 1:
             reason = f"levels={list(self.levels)}" if self._operator.mixed_ranks else f"{self._operator!r}"
@@ -169,8 +169,8 @@ def padded_factor(adapter: Adapter, name: Name, value: Tensor, ratio: float = 1.
 class ClientRanks:
     """The rank of each client: from a list in turns, a dictionary by id, or a function of the id.
 
-    Clients that a dictionary does not name have the largest rank, that of the layers. `own` has what clients say of
-    themselves, which comes first.
+    Clients that a dictionary does not name have the largest rank, that of the layers. The ranks that sites state for
+    their clients, in ``stated``, take precedence.
 
     Example:
         >>> ranks = ClientRanks([8, 4, 4])
@@ -201,7 +201,7 @@ class ClientRanks:
         """A client's rank, at most ``largest``.
 
         Raises:
-            MisconfigurationException: If it is none or too large.
+            MisconfigurationException: If it is no integer from 1 to ``largest``.
         """
         given = self.given
         if client in self.stated:

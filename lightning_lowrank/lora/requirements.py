@@ -45,8 +45,8 @@ def _check_memory(found: Adapters, trained: Mapping[str, Tensor], operator: Oper
     if shared and any(len(way(number)) < 2 for way in ways for number in (0, 1)):
         one, other = shared[0]
         raise MisconfigurationException(
-            f"{operator!r} does not treat A and B alike, and {one} and {other} lie in the same memory, the one an A"
-            " and the other a B: use ProductSum() or SumProduct(), or leave one of the layers out."
+            f"{operator!r} treats A and B differently, and {one} and {other}, one an A and the other a B, share memory:"
+            " use ProductSum() or SumProduct(), or leave one of the layers out."
         )
 
 

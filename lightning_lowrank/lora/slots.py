@@ -21,8 +21,8 @@ class UploadSlots:
     """Selects and checks the rank slots that clients upload.
 
     Args:
-        operator: Its ``select_ranks`` chooses.
-        upload_ranks: How many slots, over all layers, a client uploads; several numbers are given out in turns.
+        operator: The operator, whose ``select_ranks`` chooses the slots.
+        upload_ranks: How many slots, over all layers, a client uploads; several numbers are assigned in turns.
             ``None``: all slots.
         ranks: The clients' ranks.
 

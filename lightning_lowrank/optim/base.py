@@ -104,13 +104,13 @@ class ProjectedOptimizer(Optimizer, ABC):
     def defer(self, parameters: Iterable[Tensor]) -> list[tuple[Tensor, Deferred]]:
         """Defer the next steps of some weights, if possible: their changes stay apart until :meth:`fold`.
 
-        Whoever runs the forward pass computes with ``W + C Pᵀ`` in place of each weight that is returned, and has the
-        gradient of ``C`` in ``C.grad``, and none in ``W.grad``, when :meth:`step` is called, which drops it. Steps are
-        the same up to rounding. Possible are random subspaces, for matrices without weight decay, except at a step that
-        refreshes them; the changes of other weights are folded.
+        The forward pass must compute with ``W + C Pᵀ`` in place of each returned weight ``W``. When :meth:`step` is
+        called, the gradient of ``C`` must be in ``C.grad``, which the step clears, and ``W.grad`` must be ``None``.
+        Steps are the same up to rounding. Steps can be deferred for matrices with a random subspace and without weight
+        decay, unless the next step refreshes the subspace. Earlier changes of the other ``parameters`` are folded.
 
         Args:
-            parameters: Parameters of this optimizer. Nothing may look at their values or gradients meanwhile.
+            parameters: Parameters of this optimizer. Nothing may read their values or gradients until :meth:`fold`.
 
         Returns:
             The weights whose steps are deferred, and for each ``P`` and ``C``.

@@ -3,7 +3,8 @@
 Within a subspace ``P`` a projected optimizer changes a weight ``W`` by ``C Pᵀ``. As long as steps stay in one
 subspace, a layer can compute ``x Wᵀ + (x P) Cᵀ`` and train ``C`` in place of ``W``: the gradient of ``C`` is the
 projected gradient of ``W``, the optimizer steps ``C``, and ``C Pᵀ`` is added to ``W`` once, at the end. For batches of
-few rows this is a fraction of the work. Clients that step together are computed so; see `ProjectedOptimizer.defer`.
+few rows this is a fraction of the work. Clients that step together are computed this way; see
+`ProjectedOptimizer.defer`.
 """
 
 from __future__ import annotations
@@ -90,7 +91,7 @@ class DeferredWeights:
         """Arguments of a torch function, with each deferred weight replaced by its sum with the change.
 
         Raises:
-            NotImplementedError: If it writes into a weight, or differentiates by one.
+            NotImplementedError: If the function writes into a deferred weight, or differentiates with respect to one.
         """
         if not self._found or _reads_metadata_only(function):
             return arguments, keywords

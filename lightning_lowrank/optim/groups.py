@@ -42,7 +42,7 @@ def projected_parameter_groups(
         rank: Rank of the projected group, at least 1.
         include: Patterns of the parameters to project. All that can be, by default.
         exclude: Patterns of parameters not to project. None by default.
-        no_decay: Whether to set ``weight_decay`` to 0 for the parameters with less than two dimensions, in a
+        no_decay: Whether to set ``weight_decay`` to 0 for the parameters with fewer than two dimensions, in a
             group of their own. Off by default.
         **options: Options of :class:`ProjectedSGD` or :class:`ProjectedAdamW` for the projected group.
 

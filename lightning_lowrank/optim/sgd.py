@@ -42,9 +42,9 @@ class ProjectedSGD(ProjectedOptimizer):
 
     In a group whose ``"stacked"`` is ``True`` (by default ``False``; set it while the parameters are swapped),
     every parameter is a stack ``[clients, …]`` and each client's slice is stepped as if it were the parameter: in the
-    same random ``P`` as it would have alone, or in one from its own gradient. The clients have taken the same
-    number of steps. Each tensor of the state that has dimensions has the clients as its first (moments
-    ``[clients, out, rank]``), so the state of those that continue after the others' last step is ``value[:active]``.
+    same random ``P`` as it would have alone, or in one from its own gradient. The clients must have made the same
+    number of steps. Each tensor of the state that has dimensions has the clients as its first one (moments
+    ``[clients, out, rank]``), so clients that continue after the others' last step have the state ``value[:active]``.
 
     Args:
         params: Parameters or parameter groups; see :func:`projected_parameter_groups`.
@@ -64,7 +64,7 @@ class ProjectedSGD(ProjectedOptimizer):
         moments: How a refresh changes the moments. ``"rotate"`` (default): ``v ← v P_oldᵀ P_new``, the
             part of the momentum that the new subspace has (for random subspaces ``rank / in`` of its square,
             on average). ``"zero"``: they start again from zero, as in every round of FedSLoP's Algorithm 1.
-            ``"keep"``: the coefficients stay, now of other directions.
+            ``"keep"``: the coefficients stay and apply to other directions, as in GaLore.
         seed: Seed of the random subspaces. Default: 0.
         maximize: Whether to go up the gradient. Off by default.
         foreach: Whether torch's multi-tensor implementation does the arithmetic on the moments. By default

@@ -32,6 +32,7 @@ class CoreProduct(Factorization):
         layout: How the kernel of a convolution is read as a matrix, as in `MatrixProduct`. Default: ``"permuted"``.
 
     Raises:
+        TypeError: If ``heads`` is not an integer.
         ValueError: If ``heads`` is below 1, or ``layout`` is not one of `MatrixProduct`'s.
 
     Example:

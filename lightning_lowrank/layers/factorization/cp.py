@@ -129,10 +129,11 @@ class CP(Factorization):
     def decompose(self, weight: Tensor, rank: int) -> dict[str, Tensor]:
         """Factors from alternating least squares; the optimal ones for a linear weight.
 
-        The start are the largest singular triples of the matrices that the weight's two largest dimensions
-        span at each position of the others. They are the truncated singular value decomposition of a linear
-        weight and exact at :meth:`max_rank`, and are then returned; else at most 30 sweeps over the factors
-        follow, none of which makes the error larger. The length of each term is split evenly over the factors.
+        The iteration starts from the largest singular triples of the matrices that the weight's two largest
+        dimensions span at each position of the others. For a linear weight, where they are the truncated singular
+        value decomposition, and at :meth:`max_rank`, where they are exact, they are the result. Otherwise at most 30
+        sweeps over the factors follow, none of which makes the error larger. The length of each term is split evenly
+        over the factors.
         """
         self.check_rank(weight.shape, rank)
         target = working_precision(weight)

@@ -1,9 +1,9 @@
 """Operators that aggregate products: Sum-Product, and operators that correct Product-Sum towards it.
 
 The ideal update is the mean of the clients' products (Eq. 3 of ABO), whose rank is the sum of theirs.
-:class:`SumProduct` truncates it, and :class:`RaFLoRA` weighs it by ranks; :class:`FLoRA` and :class:`FedEx` put what
-does not fit a pair into the base weight, :class:`FLoRIST` the leading part; :class:`LoRAFair` gets as near to it as a
-change of ``B`` can, and :class:`CoLR` trains one factor so that it fits.
+:class:`SumProduct` truncates it, and :class:`RaFLoRA` weighs it by ranks. :class:`FLoRA` puts it into the base weight,
+:class:`FLoRIST` its leading part, :class:`FedEx` its difference from Product-Sum. :class:`LoRAFair` approximates it by
+a change of ``B``, and :class:`CoLR` trains one factor so that it fits a pair.
 """
 
 from __future__ import annotations
@@ -266,7 +266,7 @@ class LoRAFair(Operator):
         steps: Of ``"cosine"``, at least 1. Default: 100.
 
     Raises:
-        ValueError: If an argument is out of range.
+        ValueError: If an argument is out of range; in a round, if :math:`\bar A` is too large for ``"ridge"``.
 
     Example:
         >>> pairs = [LowRankPair(torch.full((3, 1), b), torch.full((1, 2), b)) for b in (1.0, 3.0)]

@@ -23,7 +23,7 @@ class FedRPCA(ProductSum):
     analysis (Candès et al., 2011) divides it, by minimising :math:`\|L\|_* + \lambda \|S\|_1` with :math:`L + S = M`,
     into a low-rank part, which clients have in common, and a sparse part. The new factor is the old one plus
     :math:`\operatorname{mean}_i L_i + \beta \operatorname{mean}_i S_i`, for ``B`` and for ``A``. Clients are weighted
-    in the two means alone. Changes are from ``previous``, the server's pair of before the round, or from zero without
+    in the two means alone. Changes are from ``previous``, the server's pair from before the round, or from zero without
     it.
 
     With :math:`\beta = 1` this is :class:`ProductSum`. We had the paper's abstract and not its text: that factors are

@@ -47,8 +47,8 @@ class SVD(NamedTuple):
 def truncated_svd(pairs: Sequence[LowRankPair], weights: Tensor, rank: int, method: Method, seed: int) -> SVD:
     """The leading ``rank`` singular triplets of the weighted mean of the pairs' effective updates.
 
-    The signs are fixed: the largest entry of each row of ``Vh`` in absolute value is positive. Beyond the rank of the
-    mean, the rows of ``Vh`` are drawn from the seed.
+    The signs are fixed: the largest entry of each row of ``Vh`` in absolute value is positive. If ``rank`` is above the
+    sum of the pairs' ranks, the further rows of ``Vh`` are drawn from the seed.
     """
     working = working_dtype(pairs[0].B.dtype)
     coefficients = [weight * pair.scaling for weight, pair in zip(weights.tolist(), pairs, strict=True)]
