@@ -150,7 +150,7 @@ class RobustRule(KeepsArrivals):
         }
 
     def _finite(self) -> tuple[list[str], list[int]]:
-        """Names of the compared tensors, and indices of the finite arrivals, sorted by norm and then by content.
+        """Names of the compared tensors, and indices of the finite arrivals, sorted by norm, content and weight.
 
         This order makes the result bit for bit independent of the order of arrival.
         """
@@ -163,7 +163,7 @@ class RobustRule(KeepsArrivals):
         if not places:
             raise ValueError(f"none of the {len(self.kept)} arrivals is finite.")
         distinct = len({*norms}) == len(norms)
-        ties = [b"" if distinct else self._tie(tensors, names) for tensors, _ in self.kept]
+        ties = [(b"" if distinct else self._tie(tensors, names), float(weight)) for tensors, weight in self.kept]
         return names, sorted(places, key=lambda place: (norms[place], ties[place]))
 
     def _has_finite_changes(self, name: str) -> bool:
@@ -344,6 +344,7 @@ class DistanceRule(RobustRule):
 
         Args:
             further: The parts' inner products, ``[arrivals, arrivals]``, in the order in which the arrivals were added.
+                Between arrivals of equal norm, tensors and weight, this order decides.
         """
         self._further = further.detach().to("cpu", torch.float64)
 

@@ -29,6 +29,7 @@ from lightning_lowrank.layers.factorization.base import ceil
 
 _CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
 _NORMS: tuple[type[nn.Module], ...] = (*BATCH_NORMS, *INSTANCE_NORMS)
+_ACROSS_CHANNELS = (nn.GroupNorm, nn.LayerNorm, nn.RMSNorm, nn.LocalResponseNorm, nn.CrossMapLRN2d)
 _PRESENT = "heterofl.held"
 _Extent = tuple[int, int] | None
 """Number of channels of a sliced dimension, and of numbers for each channel; ``None`` for other dimensions."""
@@ -252,7 +253,7 @@ def _inputs(name: str, layer: nn.Module, previous: nn.Module | None, hidden: Map
 
 
 def _check_layer(name: str, layer: nn.Module) -> None:
-    if isinstance(layer, (nn.GroupNorm, nn.LayerNorm)):
+    if isinstance(layer, _ACROSS_CHANNELS):
         _refuse(name, layer, "normalises across channels, where channels that a client lacks would count as zeros")
     sliceable = type(layer) in (nn.Linear, *_CONVOLUTIONS) or isinstance(layer, _NORMS)
     if not sliceable or not {"weight", "bias"} >= own_parameters(layer).keys():
@@ -274,7 +275,7 @@ def _refuse(name: str, layer: nn.Module, reason: str) -> None:
 
 def _own_tensors(layer: nn.Module) -> bool:
     found = any(value is not None for value in own_parameters(layer).values())
-    return found or isinstance(layer, (*_NORMS, nn.GroupNorm, nn.LayerNorm))
+    return found or isinstance(layer, (*_NORMS, *_ACROSS_CHANNELS))
 
 
 def _join(prefix: str, name: str) -> str:

@@ -219,6 +219,17 @@ def test_ties_of_norm_and_sum_do_not_go_by_the_order():
             assert np.array_equal(of(rule.fresh(), tied[order]), first)
 
 
+def test_equal_arrivals_of_other_weights_do_not_go_by_the_order():
+    results = []
+    for weights in ((1, 5, 2, 4), (5, 1, 2, 4)):
+        rule = NormBound(before=[Bucketing(2)])
+        for value, weight in zip((1.0, 1.0, 3.0, -2.0), weights, strict=True):
+            rule.add({"w": torch.tensor([value])}, weight)
+        rule.prepare({}, seed=0)
+        results.append(rule.result()["w"])
+    assert torch.equal(*results)
+
+
 def test_integers_are_medians_whatever_the_rule():
     rule = NormBound()
     for count, flag in ((5, True), (2**60, False), (7, True)):

@@ -314,6 +314,8 @@ def test_a_parameter_of_the_module_itself_is_named(tmp_path):
     [
         (sequential(nn.GroupNorm(4, 8)), r"'net\.1'.*GroupNorm"),
         (sequential(nn.LayerNorm(8, elementwise_affine=False)), r"'net\.1'.*LayerNorm"),
+        (sequential(nn.RMSNorm(8, elementwise_affine=False)), r"'net\.1'.*RMSNorm"),
+        (sequential(nn.LocalResponseNorm(2)), r"'net\.1'.*LocalResponseNorm"),
         (sequential(nn.PReLU(8)), r"'net\.1'.*PReLU"),
         (sequential(Frozen()), r"HeteroFL.*'net\.1'"),
         (sequential(nn.BatchNorm1d(16)), r"'net\.1'.*BatchNorm1d.*16"),
