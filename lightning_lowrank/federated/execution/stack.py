@@ -627,7 +627,8 @@ class _Logged:
             weight = settings.get("batch_size")
             if weight is None and self._logbook is not None and settings.get("on_epoch"):
                 weight = size = size or _size_of_one(batch, samples)
-            self._values.append((key, value.flatten(), samples if weight is None else weight))
+            # Values that are logged per step alone count alike, as Logbook.log has them.
+            self._values.append((key, value.flatten(), 1 if weight is None else weight))
 
     def log(self) -> None:
         """Pass all values on to the logbook, after the step of all clients."""

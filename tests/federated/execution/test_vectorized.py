@@ -582,6 +582,19 @@ def test_figures_are_reduced_as_of_clients_one_after_another(tmp_path):
         torch.testing.assert_close(first[name], second[name])
 
 
+class OfSteps(Module):
+    def training_step(self, batch, batch_idx):
+        loss = self.loss(batch)
+        self.log("of_steps", loss)
+        return loss
+
+
+def test_figures_of_steps_alone_count_alike(tmp_path):
+    settings = {"module": OfSteps, "partition": FromIndices([range(19)]), "trainer": {"max_epochs": 1}}
+    first, second = (fitted.callback_metrics["of_steps"] for *_, fitted in both(tmp_path, **settings))
+    torch.testing.assert_close(first, second)
+
+
 def time_first(samples):
     """Inputs as ``[features, batch]``, whose size Lightning takes for the number of features."""
     inputs, targets = default_collate(samples)
