@@ -656,6 +656,12 @@ class _Part:
         deferred: Mapping[str, Deferred],
         apart: bool = False,
     ) -> None:
+        if batch is None:
+            raise CannotMap(
+                "the batch of some clients is None, as from a collate function that leaves out all of its samples, and"
+                " these clients would skip the step",
+                stack._falls_back,
+            )
         self.places = places
         self._stack, self._batch, self.number, self.settings = stack, batch, batch_idx, settings
         numbers = places.numbers
