@@ -179,6 +179,8 @@ class StaticBatchNorm(Configured, Callback, CompletesModels):
         try:
             randomness.seed(derive_seed(0, "static batch norm"))
             batch = batch_transfer(trainer)(loader.collate_fn([loader.dataset[0]]))
+            if batch is None:
+                return
             inputs = batch[0] if isinstance(batch, (list, tuple)) and batch else batch
             # bind() raises a TypeError if forward needs several arguments.
             inspect.signature(module.forward).bind(inputs)
@@ -332,7 +334,9 @@ class StaticBatchNorm(Configured, Callback, CompletesModels):
 
     @staticmethod
     def _inputs(trainer: pl.Trainer, loader: Any, count: int | None) -> Iterator[Any]:
-        yield from map(batch_transfer(trainer), islice(_in_one_order(loader), count))
+        batches = map(batch_transfer(trainer), islice(_in_one_order(loader), count))
+        # Training skips a batch that is None.
+        yield from (batch for batch in batches if batch is not None)
 
 
 def _loop_of(trainer: Any) -> FederatedLoop | None:

@@ -44,6 +44,8 @@ _RESUMING = ("ckpt_path", "weights_only")
 _TELLING = ("federated.init_args.algorithm", "federated.algorithm", "lowrank", "federated", "model", "data")
 _VERSION = re.compile(r"version_\d+")
 _OF_A_ROUND = ("comm/", "federated/", "system/", "convergence/")
+# Not values of single batches: their step is the batch's number.
+_OF_AN_EVALUATION = re.compile(r"(.*/)?(val|valid|validation|test)(?![a-z])(?!.*_step$)")
 
 
 class Series(NamedTuple):
@@ -248,11 +250,16 @@ def read_run(folder: Path) -> Run:
         chosen[chosen] = epochs[rows[chosen]] >= 0
         within[name] = rows[chosen], values[chosen]
     end = _end_of_fit({name: rows for name, (rows, _) in within.items() if name != "step" and len(rows)}, epochs)
+    between = _between_fits(within, epochs)
+    numbers = epochs - between
     parts: tuple[dict[str, Series], dict[str, Series]] = ({}, {})
     for name, (rows, values) in within.items():
-        for part, chosen in zip(parts, (rows < end, rows >= end), strict=True):
+        # Evaluations between fits come first, so that a round's own value replaces theirs.
+        order = np.argsort(~between[rows], kind="stable")
+        rows, values = rows[order], values[order]
+        for part, chosen in zip(parts, ((rows < end) & (numbers[rows] >= 0), rows >= end), strict=True):
             if chosen.any():
-                part[name] = _last_of_each(epochs[rows[chosen]], values[chosen])
+                part[name] = _last_of_each(numbers[rows[chosen]], values[chosen])
     of_rounds = [each.rounds for name, each in parts[0].items() if name.startswith(_OF_A_ROUND)]
     made = of_rounds[0] if of_rounds else np.unique(epochs[:end][epochs[:end] >= 0])
     for each in of_rounds[1:]:
@@ -328,6 +335,28 @@ def _end_of_fit(rows: Mapping[str, np.ndarray], epochs: np.ndarray) -> int:
     alone = names and all(name.startswith(("val_", "test_")) for name in names) and len(set(epochs[behind])) == 1
     trained = np.concatenate([epochs[each] for each in made])
     return begin if alone and {*epochs[:begin]} <= {*trained, -1} else len(epochs)
+
+
+def _between_fits(columns: Mapping[str, tuple[np.ndarray, np.ndarray]], epochs: np.ndarray) -> np.ndarray:
+    """For each row of ``metrics.csv``, whether it is of an evaluation before a fit that made further rounds.
+
+    Its epoch is the next round's, and its step the last round's. The validation of a round of two steps or more has a
+    larger step; in rounds of fewer steps the two cannot be distinguished, and no row is taken for such an evaluation.
+    """
+    found = [rows for name, (rows, _) in columns.items() if name.startswith(_OF_A_ROUND)]
+    marks = np.unique(np.concatenate(found)) if found else np.empty(0, np.int64)
+    steps = np.full(len(epochs), -1.0)
+    rows, values = columns.get("step", _NOTHING)
+    steps[rows] = values
+    evaluates = np.ones(len(epochs), bool)
+    for name, (rows, _) in columns.items():
+        if name != "step" and not _OF_AN_EVALUATION.match(name):
+            evaluates[rows] = False
+    place = np.searchsorted(marks, np.arange(len(epochs)))
+    last_epoch = np.concatenate([[-1], epochs[marks]])[place]
+    last_step = np.concatenate([[0.0], np.maximum.accumulate(steps[marks])])[place]
+    next_step = np.concatenate([steps[marks], [-1.0]])[place]
+    return evaluates & (epochs == last_epoch + 1) & (steps == last_step) & (next_step > last_step + 1)
 
 
 def curve(group: Sequence[Run], against: str | None, metric: str) -> np.ndarray:

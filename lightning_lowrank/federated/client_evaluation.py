@@ -236,7 +236,8 @@ class ClientEvaluation:
                     for number in range(count):
                         batch = next(batches)
                         randomness.seed(step_seed(seed, number))
-                        log.begin_step(batch, self._batch_of(client, number).size)
+                        batch = step.transfer(batch)
+                        log.begin_step(batch)
                         step(batch, number)
                     log.begin_step(None)
                     step.hook("epoch_end")
@@ -301,10 +302,9 @@ class _Step:
         self._attributes = vars(module)
         self.starts_clients = overrides(module, f"on_{kind}_start") and not overrides(module, f"on_{kind}_end")
         self._run = getattr(trainer.strategy, name)
-        self._transfer = batch_transfer(trainer)
+        self.transfer = batch_transfer(trainer)
 
     def __call__(self, batch: Any, number: int) -> None:
-        batch = self._transfer(batch)
         indices = (number, 0) if self._takes_loader else (number,) if self._takes_index else ()
         self.hook("batch_start", batch, number)
         self._attributes[HOOK] = f"{self._kind}_step"

@@ -151,7 +151,7 @@ class LocalTraining(OfTheRun):
         If the fit `stopped` before the client's last batch, the client stays open.
         """
         turns, self._chunk = self._turns, chunk
-        last, ends_round = chunk.steps - 1, False
+        last, ends_round, look = chunk.steps - 1, False, self.look
         self.made, self.stopped = 0, False
         turns.begin_client(chunk.steps)
         self.logbook.begin_client()
@@ -159,14 +159,21 @@ class LocalTraining(OfTheRun):
             self.in_step = True
             turns.begin_step(number, number == last, self._group)
             batch = self._next_batch()
-            if number == 0 and self.look is not None:
-                self.look(batch)
+            # DifferentialPrivacy refuses None: the step's noise would be missing.
+            skips = batch is None and self._execution.substituted is None
+            if look is not None and not skips:
+                look(batch)
+                look = None
             self._execution.before_batch(number)
             self.logbook.begin_step(batch)
-            if turns.starts_are_heard and turns.tell_start(batch, number):
+            if skips:
+                turns.warn_of_none()
+            elif turns.starts_are_heard and turns.tell_start(batch, number):
                 ends_round = True
                 break
-            outputs = self._plain_step(batch, number) if self._plain else turns.step(batch, number)
+            outputs = None
+            if not skips:
+                outputs = self._plain_step(batch, number) if self._plain else turns.step(batch, number)
             self.in_step = False
             self.made += 1
             turns.end_step()

@@ -79,9 +79,9 @@ class Logbook:
         self._of_client.clear()
         self._open = not self._trainer.barebones
 
-    def begin_step(self, batch: Any, size: int | None = None) -> None:
-        """Set the batch whose size weights the step's values; by default Lightning's estimate of the size."""
-        self._batch, self._size = batch, size
+    def begin_step(self, batch: Any) -> None:
+        """Set the batch whose size, as Lightning infers it, weights the step's values."""
+        self._batch, self._size = batch, None
 
     def end_client(self) -> None:
         """Pass on the values that are logged per client; keep those that are logged per round."""

@@ -119,6 +119,8 @@ class FederatedLoop(FederatedSettings, Callback):
       Figures logged with ``on_step=True`` have one value a client.
     - ``accumulate_grad_batches`` groups batches within a client; a client's last, incomplete group is stepped as
       Lightning steps an epoch's last (its loss divided by the full group's size).
+    - A batch that is ``None``, as from a collate function that leaves out all of its samples, is skipped with a
+      warning. It counts in ``federated/client_steps``. Clients that step together cannot skip a batch.
     - Epoch-wise learning rate schedulers step per round. Step-wise ones step within each client, from where the round
       began; the next round continues from the client with the most steps. So ``trainer.estimated_stepping_batches`` is
       the number of steps of that client in all rounds. In ``configure_optimizers`` ``len(trainer.train_dataloader)``

@@ -310,6 +310,10 @@ class ClientTurns:
         if "on_train_batch_end" in self.module_hears:
             _call_lightning_module_hook(self._trainer, "on_train_batch_end", outputs, batch, number)
 
+    def warn_of_none(self) -> None:
+        """Warn, as Lightning does once, of a batch that is ``None`` and is skipped."""
+        self._loop._warning_cache.warn("train_dataloader yielded None. If this was on purpose, ignore this warning...")
+
     def step(self, batch: Any, number: int) -> Any:
         """Run a local step as Lightning does, and return the outputs for ``on_train_batch_end``."""
         trainer, loop = self._trainer, self._loop

@@ -839,6 +839,13 @@ def test_batches_that_are_drawn_otherwise(tmp_path, loops):
         fit(trainer(tmp_path, *loops, private()), Module(linear(), SGD), SamplerData(blobs(40)))
 
 
+@pytest.mark.parametrize("loops", [[], [FederatedLoop(FedAvg(), clients=2, summary=False)]], ids=["plain", "federated"])
+def test_a_batch_that_is_none_is_refused(tmp_path, loops):
+    data = Data(blobs(40), collate_fn=lambda samples: None)
+    with pytest.raises(MisconfigurationException, match=r"DifferentialPrivacy.*None"):
+        fit(trainer(tmp_path, *loops, private()), Module(linear(), SGD), data)
+
+
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [

@@ -7,7 +7,7 @@ import torch
 from lightning.pytorch.callbacks import ModelCheckpoint, StochasticWeightAveraging, WeightAveraging
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import nn
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import DataLoader, TensorDataset, default_collate
 
 from lightning_lowrank import FedAvg, FederatedLoop, FromIndices, HeteroFL, LocalTraining, StaticBatchNorm
 from tests.helpers import Data, Module, blobs, fit, network, trainer, weights
@@ -371,6 +371,18 @@ def test_validations_inside_an_epoch(tmp_path, monkeypatch):
     assert not any(tracked for _, tracked in watch.tracked)
     for (_, mean, _), seen in zip(watch.validated[:-1], watch.trained[1:], strict=True):
         assert torch.equal(mean, seen)
+
+
+@pytest.mark.parametrize("unreadable", [0, 30])
+def test_batches_that_are_none_have_no_part(tmp_path, unreadable):
+    inputs = blobs(32).tensors[0]
+
+    def readable(samples):
+        return None if any(torch.equal(each, inputs[unreadable]) for each, _ in samples) else default_collate(samples)
+
+    module = Callable()
+    fit(trainer(tmp_path, StaticBatchNorm(), max_epochs=1), module, Data(blobs(32), collate_fn=readable))
+    assert module.net[1].num_batches_tracked == 3
 
 
 def test_a_trial_run_takes_a_batch(tmp_path):

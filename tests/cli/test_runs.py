@@ -8,7 +8,7 @@ import pytest
 import yaml
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
-from lightning_lowrank.cli.runs import find_runs, group_by_seed, monitors, run_figures, short_names
+from lightning_lowrank.cli.runs import find_runs, group_by_seed, monitors, read_run, run_figures, short_names
 from lightning_lowrank.run_metadata import write_metadata
 from tests.cli.run_folders import configured, make_report, rounds_of, rows_of, write_run
 
@@ -237,6 +237,37 @@ def test_an_evaluation_after_the_fit_is_no_round_and_the_seconds_are_of_all_roun
     plain = [{"epoch": number, "step": number, "val_acc": 0.5} for number in range(4)]
     write_run(tmp_path / "plain", plain)
     assert [run.count for run in find_runs([tmp_path])] == [4, 3]
+
+
+def test_an_evaluation_before_a_further_fit_is_of_the_round_before(tmp_path):
+    def made(number, steps=4):
+        return {"epoch": number, "step": steps * (number + 1), "federated/clients": 2}
+
+    first = {"epoch": 0, "step": 0, "val_acc": 0.1, "test/acc": 0.1}
+    rows = [first, made(0), {"epoch": 1, "step": 4, "val_acc": 0.2, "test/acc": 0.3}]
+    # Rows of the next round: a step's figure, a value of a batch, a validation inside the round and its own.
+    rows += [{"epoch": 1, "step": 4, "loss": 0.7, "valued": 0.1}, {"epoch": 1, "step": 4, "val_acc_step": 0.4}]
+    rows += [{"epoch": 0, "step": 5, "val_acc": 0.5}, {"epoch": 1, "step": 7, "val_acc": 0.6}, made(1)]
+    # Another checkpoint's value does not replace the round's own.
+    rows += [{"epoch": 2, "step": 8, "personal/val_acc": 0.8}, {"epoch": 2, "step": 8, "val_acc": 0.9}, made(2)]
+    run = read_run(write_run(tmp_path / "run", [*rows, {"epoch": 3, "step": 12, "test/acc": 0.2}]))
+    assert (run.count, run.series("test/acc"), run.last("test/acc")) == (3, [(1, 0.3)], 0.3)
+    assert run.series("val_acc") == [(1, 0.5), (2, 0.6)]
+    assert (run.series("personal/val_acc"), run.series("loss"), run.series("val_acc_step")) == (
+        [(2, 0.8)],
+        [(2, 0.7)],
+        [(2, 0.4)],
+    )
+    # The only validation of a round of one step has the same step.
+    rows = [made(0, 1), {"epoch": 1, "step": 1, "val_acc": 0.2}, made(1, 1), {"epoch": 2, "step": 2, "val_acc": 0.3}]
+    run = read_run(write_run(tmp_path / "single", [*rows, made(2, 1)]))
+    assert run.series("val_acc") == [(2, 0.2), (3, 0.3)]
+
+
+def test_an_evaluation_before_the_rounds_that_a_run_continues_is_of_none(tmp_path):
+    rows = [{"epoch": 0, "step": 0, "val_acc": 0.9}, {"epoch": 5, "step": 30, "comm/up_bytes": 1, "val_acc": 0.4}]
+    run = read_run(write_run(tmp_path / "run", rows))
+    assert (run.made.tolist(), run.series("val_acc")) == ([5], [(6, 0.4)])
 
 
 @pytest.mark.slow

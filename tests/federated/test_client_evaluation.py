@@ -10,7 +10,15 @@ import pytest
 import torch
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import nn
-from torch.utils.data import DataLoader, Dataset, IterableDataset, Subset, SubsetRandomSampler, TensorDataset
+from torch.utils.data import (
+    DataLoader,
+    Dataset,
+    IterableDataset,
+    Subset,
+    SubsetRandomSampler,
+    TensorDataset,
+    default_collate,
+)
 from torchmetrics import MaxMetric, MeanMetric, Metric, MetricCollection, SumMetric
 from torchmetrics.classification import BinaryAUROC, MulticlassAccuracy, MulticlassF1Score
 
@@ -221,6 +229,24 @@ def test_one_client_with_everything_has_lightnings_own_result(tmp_path, stage, p
     results, own = evaluate(tmp_path, module, personal, DataLoader(data, batch_size=7), stage, precision=precision)
     assert {name: values[0] for name, values in results.items()} == own
     assert results.keys() >= {"acc", "sum", "max", "several_f1", "half", "best"}
+
+
+class LeavesOut(Module):
+    def on_before_batch_transfer(self, batch, dataloader_idx):
+        return [tensor[1:] for tensor in batch]
+
+
+@pytest.mark.parametrize("kind", [Module, LeavesOut])
+def test_values_are_weighted_by_the_samples_that_are_left_in_a_batch(tmp_path, kind):
+    data, size = blobs(20), 6
+    left_out = data.tensors[0][1:4]
+
+    def readable(samples):
+        return default_collate([sample for sample in samples if not (sample[0] == left_out).all(1).any()])
+
+    loader = DataLoader(data, batch_size=size, collate_fn=readable)
+    results, own = evaluate(tmp_path, kind(), Personal([range(20)]), loader)
+    assert {name: values[0] for name, values in results.items()} == own
 
 
 @pytest.mark.slow

@@ -23,6 +23,7 @@ from lightning.pytorch.plugins.precision import MixedPrecision
 from lightning.pytorch.strategies import SingleDeviceStrategy
 from lightning.pytorch.utilities.exceptions import MisconfigurationException, SIGTERMException
 from torch import nn
+from torch.utils.data import default_collate
 from torchmetrics import MeanMetric
 
 from lightning_lowrank import (
@@ -46,7 +47,19 @@ from lightning_lowrank.internals import advance, lightning
 from lightning_lowrank.internals import torch as internals_of_torch
 from tests.federated.execution.runs import Manual
 from tests.grids import daily, in_turn
-from tests.helpers import Data, Module, SaveEachStep, assert_same, fit, lightnings_own, network, seen, trainer, weights
+from tests.helpers import (
+    Data,
+    Module,
+    SaveEachStep,
+    assert_same,
+    blobs,
+    fit,
+    lightnings_own,
+    network,
+    seen,
+    trainer,
+    weights,
+)
 
 SAMPLES = 103
 BATCHES = 13
@@ -66,7 +79,8 @@ class Listens(pl.Callback):
         said = (trainer.global_step, stepped, trainer.is_last_batch, trainer.num_training_batches)
         self.events.append((hook, module._current_fx_name, seen(arguments), said))
         if hook.startswith("on_train_batch"):
-            module.log(f"callback/{hook}", float(len(arguments[-2][0])), on_epoch=True, batch_size=8)
+            size = 0 if arguments[-2] is None else len(arguments[-2][0])
+            module.log(f"callback/{hook}", float(size), on_epoch=True, batch_size=8)
 
 
 AROUND = ("on_train_batch_start", "on_train_batch_end", "on_before_optimizer_step")
@@ -164,6 +178,15 @@ class Adversarial(Module):
         return [torch.optim.SGD(each.parameters(), lr=0.1) for each in (self.net, self.other)]
 
 
+UNREADABLE = blobs(SAMPLES).tensors[0][[*range(24, 32), *range(96, 103)]]
+
+
+def readable(samples: list[Any]) -> Any:
+    """Collate as is usual for unreadable samples; batch 3 and the last one have no others."""
+    kept = [sample for sample in samples if not (sample[0] == UNREADABLE).all(1).any()]
+    return default_collate(kept) if kept else None
+
+
 def decay(optimizer: Any) -> Any:
     return torch.optim.lr_scheduler.StepLR(optimizer, 3, 0.8)
 
@@ -193,6 +216,12 @@ CASES: dict[str, dict[str, Any]] = {
     "16-mixed": {"scaler": True, "trainer": {"gradient_clip_val": 0.1}},
     "stopped by steps": {"trainer": {"max_steps": 17, "max_epochs": -1}},
     "profiled": {"trainer": {"profiler": "simple"}},
+    "no batch": {"module": Logs, "data": {"collate_fn": readable}},
+    "no batch, accumulated": {
+        "arguments": {"scheduler": decay, "interval": "step"},
+        "trainer": {"accumulate_grad_batches": 4},
+        "data": {"collate_fn": readable},
+    },
 }
 
 
@@ -206,7 +235,7 @@ def run(folder: Any, case: dict[str, Any], federated: FederatedLoop | None, hook
         scaler = torch.amp.GradScaler("cpu", init_scale=8.0, growth_interval=5)
         settings["plugins"] = [MixedPrecision("16-mixed", "cpu", scaler=scaler)]
     fitted = trainer(folder, *([federated] if federated else []), *callbacks, **{**settings, **case.get("trainer", {})})
-    fit(fitted, module, Data(shuffle=False))
+    fit(fitted, module, Data(shuffle=False, **case.get("data", {})))
     fitted.logger.save()
     return module, fitted, listens.events
 
@@ -245,6 +274,24 @@ def test_a_round_of_one_client_is_an_epoch(tmp_path, case, fast, hooks):
         assert [group["lr"] for group in optimizer.param_groups] == [group["lr"] for group in twin.param_groups]
     scalers = [getattr(each.precision_plugin, "scaler", None) for each in (fitted, plain)]
     assert len({scaler.get_scale() for scaler in scalers if scaler is not None}) <= 1
+
+
+def test_a_batch_that_is_none_is_skipped_by_its_client_alone(tmp_path):
+    """The last client's first batch is the one; it is read, so that ``federated/client_steps`` counts it."""
+    torch.manual_seed(0)
+    module, looked = Module(network()), []
+    clients = [range(8), range(32, 48), range(96, 103)]
+    loop = FederatedLoop(FedAvg(), partition=FromIndices(clients), summary=False, execution="sequential")
+    look = LambdaCallback(on_train_start=lambda *_: setattr(loop.rounds._local, "look", looked.append))
+    fitted = trainer(tmp_path, loop, look, max_epochs=1)
+    with pytest.warns(UserWarning, match="yielded None"):
+        fitted.fit(module, Data(shuffle=False, collate_fn=readable))
+    assert fitted.global_step == 3
+    logged = {
+        name: float(fitted.callback_metrics[f"federated/{name}"]) for name in ("clients", "failed", "client_steps")
+    }
+    assert logged == {"clients": 3, "failed": 0, "client_steps": 4}
+    assert len(looked) == 2
 
 
 def is_plain(monkeypatch: pytest.MonkeyPatch) -> list[int]:

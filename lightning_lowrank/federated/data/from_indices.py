@@ -92,9 +92,10 @@ class FromIndices(Partition):
             order of the names, numbers in them by their value (``u2`` before ``u10``); the result keeps the names (as
             integers if all are written so, such as JSON's ``"0"`` to ``"10"``). Or a flat list with the client of
             each sample. Or a dictionary with either for ``"train"`` and for ``"test"``, or such a dictionary for each
-            client: ``"test"`` is for ``personal_test="by_client"`` and numbers the samples of the evaluation set. Or
-            the path of a file that holds one of these: ``.json``, ``.npy``, ``.npz``, ``.pt`` of `torch.save`, ``.txt``
-            with a Python literal, a pickle of plain values and NumPy arrays, or ``.csv`` with a column of clients.
+            client: ``"test"`` is for ``personal_test="by_client"`` and numbers the samples of the evaluation set; a
+            client has the same name in both, as an integer or as text. Or the path of a file that holds one of these:
+            ``.json``, ``.npy``, ``.npz``, ``.pt`` of `torch.save`, ``.txt`` with a Python literal, a pickle of plain
+            values and NumPy arrays, or ``.csv`` with a column of clients.
         client: Name of that column of a ``.csv``. ``None``: the first of ``client``, ``client_id``, ``user``,
             ``user_id``.
         index: Name of the column with the samples' indices. ``None``: ``index`` or ``sample`` if there is one, and
@@ -102,7 +103,7 @@ class FromIndices(Partition):
 
     Raises:
         MisconfigurationException: If the file cannot be read or holds other objects, an index is out of range or occurs
-            twice, or ``clients`` is given and is not the number of clients.
+            twice, a sample's client is a negative number, or ``clients`` is given and is not the number of clients.
 
     Example:
         >>> FromIndices({"ward b": [2, 0], "ward a": [1]}).split(4, clients=None, seed=0)[1]
@@ -150,8 +151,12 @@ class FromIndices(Partition):
                 "personal_test='by_client' needs the indices of the evaluation samples too:"
                 " FromIndices({'train': ..., 'test': ...})."
             )
-        found = dict(zip(self._test.names or range(len(self._test.sizes)), self._test.of(dataset), strict=True))
-        return [found.get(name, torch.zeros(0, dtype=torch.int64)) for name in clients.names or range(len(clients))]
+        # By text: names are integers only if all names of a part are written so.
+        names = map(str, self._test.names or range(len(self._test.sizes)))
+        found = dict(zip(names, self._test.of(dataset), strict=True))
+        return [
+            found.get(str(name), torch.zeros(0, dtype=torch.int64)) for name in clients.names or range(len(clients))
+        ]
 
     def assign(self, size: int, clients: int, seed: int, labels: Tensor | None, keys: Column | None) -> ClientIndices:
         """See `Partition.assign`."""
@@ -209,12 +214,15 @@ def _of_owners(content: Any, places: np.ndarray | None = None) -> _Division:
     """The partition, given the client of each sample, or of each sample in ``places``."""
     owners = to_column(content, "indices", _OWNER_ADVICE)
     refuse_empty(owners, "indices")
-    if owners.dtype.kind in "iu" and len(owners) and owners.min() < 0:
-        raise MisconfigurationException(
-            f"indices says that sample {int(owners.argmin())} has the client {owners.min()}: clients are numbered from"
-            " 0. To leave samples out, give each client's sample indices instead."
-        )
     found, codes = np.unique(owners, return_inverse=True)
+    # Files hold numbers as text. A name such as "-1" among names that are no numbers is a name.
+    negative = [name for name in found.tolist() if str(name).startswith("-")]
+    if negative and all(re.fullmatch(r"-?[0-9]+(\.0*)?", str(name)) for name in found.tolist()):
+        place = int(np.flatnonzero(owners == negative[0])[0])
+        raise MisconfigurationException(
+            f"indices says that sample {place if places is None else places[place]} has the client {negative[0]}:"
+            " clients are numbered from 0. To leave samples out, give each client's sample indices instead."
+        )
     order = _sorted_clients(dict(zip(found.tolist(), range(len(found)), strict=True)))
     number_of = np.empty(len(found), np.int64)
     number_of[list(order.values())] = np.arange(len(found))

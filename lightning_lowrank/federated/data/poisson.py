@@ -7,6 +7,7 @@ from typing import Any, cast
 
 import numpy as np
 import torch
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch.utils.data import DataLoader
 
 from lightning_lowrank.federated.data.batches import BatchReader, Request
@@ -74,6 +75,12 @@ class PoissonLoader:
             self.close()
             self._randomness.open()
             batch = next(batches)
+            if batch is None:
+                raise MisconfigurationException(
+                    f"DifferentialPrivacy adds noise in each step, but batch {step} of epoch {self._epoch()} is None,"
+                    " and Lightning skips it: remove the samples that the collate function leaves out from the"
+                    " dataset."
+                )
             self._randomness.seed(step_seed(seed, step))
             yield batch
         self.close()

@@ -627,7 +627,8 @@ class _Logged:
             weight = settings.get("batch_size")
             if weight is None and self._logbook is not None and settings.get("on_epoch"):
                 weight = size = size or _size_of_one(batch, samples)
-            self._values.append((key, value.flatten(), samples if weight is None else weight))
+            # Values that are logged per step alone count alike, as Logbook.log has them.
+            self._values.append((key, value.flatten(), 1 if weight is None else weight))
 
     def log(self) -> None:
         """Pass all values on to the logbook, after the step of all clients."""
@@ -655,6 +656,12 @@ class _Part:
         deferred: Mapping[str, Deferred],
         apart: bool = False,
     ) -> None:
+        if batch is None:
+            raise CannotMap(
+                "the batch of some clients is None, as from a collate function that leaves out all of its samples, and"
+                " these clients would skip the step",
+                stack._falls_back,
+            )
         self.places = places
         self._stack, self._batch, self.number, self.settings = stack, batch, batch_idx, settings
         numbers = places.numbers

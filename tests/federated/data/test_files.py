@@ -235,6 +235,30 @@ def test_divisions_of_the_evaluation_set():
     assert [part.tolist() for part in partition.divide_evaluation(held_out, indices)] == [[0], []]
 
 
+@pytest.mark.parametrize(
+    ("train", "test"),
+    [
+        ({"08": [0], "10": [1]}, {"10": [3]}),
+        ({"1": [0], "2": [1]}, {"2": [3], "server": [0]}),
+        ([[0], [1]], {"1": [3], "x": [0]}),
+    ],
+)
+def test_names_are_integers_in_one_of_the_divisions_alone(train, test):
+    partition = FromIndices({"train": train, "test": test})
+    found = partition.divide_evaluation(WithAttribute(4), partition.split(2, None, 0))
+    assert [part.tolist() for part in found] == [[], [3]]
+
+
+@pytest.mark.parametrize("number", ["{}", "{}.0"])
+@pytest.mark.parametrize("index", [None, "index"])
+def test_a_negative_number_as_client_is_refused_as_text_too(tmp_path, index, number):
+    lines = [f"{number.format(client)},{10 + place}" for place, client in enumerate([0, 1, -1, 2])]
+    (tmp_path / "owners.csv").write_text("\n".join([f"client,{index or 'size'}", *lines]))
+    with pytest.raises(MisconfigurationException, match=rf"sample {12 if index else 2} has the client -1"):
+        FromIndices(tmp_path / "owners.csv")
+    assert FromIndices(["-1", "b"]).split(2, None, 0).names == ("-1", "b")
+
+
 def test_keys_of_the_evaluation_set():
     train, test = (
         WithAttribute(4, ward=["u10", "u2", "u2", "u7"]),

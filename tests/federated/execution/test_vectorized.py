@@ -582,6 +582,32 @@ def test_figures_are_reduced_as_of_clients_one_after_another(tmp_path):
         torch.testing.assert_close(first[name], second[name])
 
 
+class OfSteps(Module):
+    def training_step(self, batch, batch_idx):
+        loss = self.loss(batch)
+        self.log("of_steps", loss)
+        return loss
+
+
+def test_figures_of_steps_alone_count_alike(tmp_path):
+    settings = {"module": OfSteps, "partition": FromIndices([range(19)]), "trainer": {"max_epochs": 1}}
+    first, second = (fitted.callback_metrics["of_steps"] for *_, fitted in both(tmp_path, **settings))
+    torch.testing.assert_close(first, second)
+
+
+def none_of_the_last(samples):
+    return None if len(samples) < 8 else default_collate(samples)
+
+
+def test_a_batch_that_is_none_is_refused(tmp_path):
+    data = Data(Double().train, collate_fn=none_of_the_last)
+    settings = {"data": data, "partition": FromIndices([range(16), range(16, 29)]), "trainer": {"max_epochs": 1}}
+    with pytest.raises(MisconfigurationException, match=r"None.*execution='sequential'"):
+        run(tmp_path, "vectorized", **settings)
+    _, loop, _ = run(tmp_path, "auto", **settings)
+    assert loop.rounds.execution.name == "sequential"
+
+
 def time_first(samples):
     """Inputs as ``[features, batch]``, whose size Lightning takes for the number of features."""
     inputs, targets = default_collate(samples)
