@@ -101,6 +101,9 @@ def working_copy(value: Tensor) -> Tensor:
 def pull(parameters: Mapping[str, Tensor], centre: Mapping[str, Tensor], regularization: float) -> None:
     r"""Add the gradient :math:`\lambda(\theta - w)` of :math:`\frac{\lambda}{2}\|\theta - w\|^2`."""
     for name, value in parameters.items():
+        if not value.requires_grad:
+            # The client's step freezes it, and the term would give it no gradient either.
+            continue
         if value.grad is None:
             # The module's loss does not depend on the parameter, and the term does.
             value.grad = torch.zeros_like(value)

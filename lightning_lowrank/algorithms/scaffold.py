@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import torch
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
 from lightning_lowrank.aggregation.aggregator import to_float64, working_dtype
 from lightning_lowrank.algorithms._sgd import check_plain, parameter_groups
@@ -35,8 +36,9 @@ class SCAFFOLD(Personal):
         lr_server: The server's step :math:`\eta_g` on the mean change, above 0. Default 1: the mean itself.
 
     Raises:
-        MisconfigurationException: If ``lr_server`` is out of range, or clients do not step with one
-            ``torch.optim.SGD`` without momentum, for which alone :math:`(x - y)/(K\eta)` is the mean of the gradients.
+        MisconfigurationException: If ``lr_server`` is out of range, a step freezes a parameter, or clients do not step
+            with one ``torch.optim.SGD`` without momentum, for which alone :math:`(x - y)/(K\eta)` is the mean of the
+            gradients.
 
     Example:
         >>> from lightning_lowrank import SCAFFOLD, Dirichlet, FederatedLoop
@@ -79,6 +81,11 @@ class SCAFFOLD(Personal):
             check_plain(group, "SCAFFOLD")
             step.round_state["lr"][..., number] += group["lr"]
         for name, value in step.parameters.items():
+            if not value.requires_grad:
+                raise MisconfigurationException(
+                    f"SCAFFOLD corrects all trained parameters in each step, and a step has set requires_grad=False"
+                    f" for {name}, which the correction would move: freeze it before the fit, or use FedAvg."
+                )
             correction = step.round_state["correction"][name]
             # A parameter that the loss does not depend on has gradient 0, and is corrected too.
             value.grad = correction.clone() if value.grad is None else value.grad.add_(correction)

@@ -244,6 +244,34 @@ def refuse_frozen(changed: Sequence[str]) -> None:
 # Clients that train one after another
 
 
+class TrainedFlags:
+    """The parameters' ``requires_grad`` as a round begins, which decides what is sent.
+
+    Each client begins with it, whatever the steps of another one have set.
+
+    Args:
+        module: The module.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        self._flags = [(name, value, value.requires_grad) for name, value in module.named_parameters()]
+        self._frozen = [(name, value) for name, value, flag in self._flags if not flag]
+
+    def changed(self) -> dict[str, Tensor]:
+        """The parameters whose ``requires_grad`` differs from the round's, by name."""
+        return {name: value for name, value, flag in self._flags if value.requires_grad != flag}
+
+    def thawed(self) -> dict[str, Tensor]:
+        """The parameters among these that were frozen, by name."""
+        # Called in each step, where most models have nothing frozen.
+        return {name: value for name, value in self._frozen if value.requires_grad}
+
+    def restore(self) -> None:
+        """Set ``requires_grad`` of all parameters as the round began."""
+        for value in self.changed().values():
+            value.requires_grad_(not value.requires_grad)
+
+
 class Isolation:
     """Keeps the changes that one client's steps make to the module away from the next client.
 

@@ -290,6 +290,7 @@ class Rounds(OfTheRun):
         # Steps of a client that fails at its end have been counted already.
         self._progress.client_steps += self._local.client_steps if self._local.drop() else 0
         leave_step(self._trainer)
+        self.execution.flags.restore()
         self.execution.abandon()
         self._optimizers.give_back()
         self._progress.chunk_open = False
@@ -297,6 +298,8 @@ class Rounds(OfTheRun):
     def _open(self, chunk: Chunk) -> Chunk:
         """Have a chunk's clients begin; return the chunk of the clients that did not fail."""
         self._optimizers.wind_back()
+        # A hook between clients, as of validation, may have changed them.
+        self.execution.flags.restore()
         self._before_client = self.exchange.state_of_transfers()
         self._opened = chunk
         failed = self.execution.open(chunk)
@@ -336,6 +339,7 @@ class Rounds(OfTheRun):
 
     def _end_chunk(self, steps: int) -> None:
         """Send the messages of the chunk's clients; the longest made ``steps`` steps."""
+        self.execution.end_steps()
         self._isolation.end_client()
         failed = self.execution.close()
         self._optimizers.end_client(self._data.current_plan().chunks[self._progress.chunk].clients[0], steps)
@@ -421,6 +425,7 @@ class Rounds(OfTheRun):
         """After an error: restore the last global model and the optimizers' options."""
         self._optimizers.give_back()
         if self._progress.round_open and self.execution.live:
+            self.execution.flags.restore()
             self.execution.abandon()
 
     def figures(self) -> dict[str, float]:

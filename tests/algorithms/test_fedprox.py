@@ -78,6 +78,18 @@ def test_what_a_batch_does_not_depend_on_is_pulled(tmp_path, execution):
     assert_close(ended, mean(ends, SIZES[: len(clients)]))
 
 
+def test_what_a_step_freezes_is_not_pulled(tmp_path):
+    class Freezing(Module):
+        def on_train_batch_start(self, batch, batch_idx):
+            self.net[0].requires_grad_(batch_idx == 0)
+            self.before = self.net[0].weight.detach().clone()
+
+        def on_train_batch_end(self, outputs, batch, batch_idx):
+            assert torch.equal(self.before, self.net[0].weight) == (batch_idx > 0)
+
+    federated(tmp_path, FedProx(0.7), rounds=[[0, 1]], make_module=Freezing)
+
+
 def test_refusals(tmp_path):
     for mu in (-0.1, float("inf"), float("nan")):
         with pytest.raises(MisconfigurationException, match=f"mu must be at least 0 and finite, but is {mu}"):

@@ -176,6 +176,13 @@ def test_refusals(tmp_path):
     ):
         with pytest.raises(MisconfigurationException, match=message):
             federated(tmp_path, SCAFFOLD(), optimizer=optimizer)
+
+    class Freezing(Module):
+        def on_train_batch_start(self, batch, batch_idx):
+            self.net[0].requires_grad_(batch_idx == 0)
+
+    with pytest.raises(MisconfigurationException, match=r"SCAFFOLD.*requires_grad=False for net\.0\.weight"):
+        federated(tmp_path, SCAFFOLD(), make_module=Freezing)
     with pytest.raises(MisconfigurationException, match=r"momentum=0\.5"):
         federated(tmp_path, SCAFFOLD(), client_settings={1: {"momentum": 0.5}})
 

@@ -236,6 +236,46 @@ class LastBatchInHooks(Base):
         return self.factor
 
 
+class FrozenInHook(Base):
+    def on_train_batch_start(self, batch, batch_idx):
+        if batch_idx == 1:
+            self.net.weight.requires_grad_(False)
+
+
+class FrozenInStep(Base):
+    def scale(self, batch_idx):
+        if batch_idx == 1:
+            self.net.weight.requires_grad_(False)
+        return 1.0
+
+
+class ThawedLate(Base):
+    """Has too few batches for it in two of three clients."""
+
+    def on_train_batch_start(self, batch, batch_idx):
+        self.net.weight.requires_grad_(batch_idx == 2)
+
+
+class Adversaries(Base):
+    """Freezes its discriminator for the generator's step, and thaws it in the next batch."""
+
+    def __init__(self):
+        super().__init__()
+        self.automatic_optimization, self.judge = False, nn.Linear(6, 1)
+
+    def training_step(self, batch, batch_idx):
+        first, second = self.optimizers()
+        for trained, optimizer in ((True, second), (False, first)):
+            self.judge.requires_grad_(trained)
+            loss = super().training_step(batch, batch_idx) + self.judge(batch[0]).square().mean()
+            optimizer.zero_grad()
+            self.manual_backward(loss)
+            optimizer.step()
+
+    def configure_optimizers(self):
+        return [torch.optim.SGD(each.parameters(), 0.1) for each in (self.net, self.judge)]
+
+
 class RateByHand(Base):
     def scale(self, batch_idx):
         (optimizer,) = self.trainer.optimizers
@@ -508,11 +548,14 @@ def expected(kind):
     [
         *(Unsaved, UnsavedAndAssigned, Assigned, EverySecond, ByAnotherName, Starred),
         *(Clamped, ByHand, LastBatch, LastBatchInHooks, RateByHand, ByNumberOfBatches, ByLengthOfLoader),
+        *(FrozenInHook, FrozenInStep, ThawedLate, Adversaries),
     ],
 )
 def test_is_the_mean_of_clients_trained_alone(kind, own):
     with lightnings_own(own):
-        torch.testing.assert_close(federated(kind).state_dict(), expected(kind))
+        module = federated(kind)
+        torch.testing.assert_close(module.state_dict(), expected(kind))
+    assert all(parameter.requires_grad for parameter in module.parameters())
 
 
 @pytest.mark.parametrize(("interval", "execution"), [(1.0, "sequential"), (2, "sequential"), (1.0, "vectorized")])
@@ -736,7 +779,7 @@ def test_a_saved_buffer_that_a_step_sets_first_is_refused(kind):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", [Unsaved, RateByHand, Teacher])
+@pytest.mark.parametrize("kind", [Unsaved, RateByHand, Teacher, FrozenInHook])
 def test_is_resumed_inside_a_client(tmp_path, kind):
     settings = {"ema_parameters": ["teacher"]} if kind is Teacher else {}
     whole = federated(kind, SaveEachStep(tmp_path), **settings).state_dict()

@@ -1,5 +1,7 @@
 """What is trained changes from round to round: parameters that callbacks thaw, freeze or replace."""
 
+from contextlib import nullcontext
+
 import pytest
 import torch
 from lightning.pytorch.callbacks import Callback, ModelCheckpoint, ModelPruning
@@ -12,6 +14,7 @@ from lightning_lowrank import (
     FedAvg,
     FederatedLoop,
     FedMUD,
+    FedProx,
     LowRank,
     MatrixProduct,
     RandomMask,
@@ -235,16 +238,71 @@ def test_batches_cannot_be_accumulated_in_groups_of_no_count(tmp_path, given):
         fit(trainer(tmp_path, loop(), accumulate_grad_batches=given), Module(), Data())
 
 
-def test_what_is_thawed_within_a_round_is_refused(tmp_path):
+class InSteps(Module):
+    """Trains the first layer only in a client's first batch, or, if ``late``, only in its later ones."""
+
+    def __init__(self, late=False):
+        super().__init__()
+        self.late, self.begun = late, []
+
+    def on_train_batch_start(self, batch, batch_idx):
+        if batch_idx == 0:
+            self.begun.append(self.net[0].weight.requires_grad)
+        self.net[0].requires_grad_((batch_idx > 0) == self.late)
+
+
+@pytest.mark.parametrize("settings", [{}, {"optimizer_state": "keep"}, {"algorithm": FedProx(0.1)}])
+@pytest.mark.parametrize("late", [False, True])
+def test_what_a_client_freezes_in_its_steps_is_trained_by_the_next_one_and_sent(tmp_path, late, settings):
+    module, seen = InSteps(late), Seen()
+    fit(trainer(tmp_path, loop(**settings), seen, max_epochs=2), module, Data())
+    assert module.begun == [True] * 8
+    assert seen.ratios == [1, 1]
+    assert seen.trained == [{name for name, _ in module.named_parameters()}] * 2
+
+
+@pytest.mark.parametrize("on_client_error", ["drop", "raise"])
+def test_what_a_failed_client_has_frozen_is_thawed(tmp_path, on_client_error):
+    class Failing(InSteps):
+        def on_train_batch_end(self, outputs, batch, batch_idx):
+            self.fails = batch_idx == 0 and len(self.begun) == 4
+
+        def training_step(self, batch, batch_idx):
+            if batch_idx and self.fails:
+                raise ValueError("mine")
+            return super().training_step(batch, batch_idx)
+
+    module, seen = Failing(), Seen()
+    rounds = loop(on_client_error=on_client_error)
+    with pytest.raises(ValueError, match="mine") if on_client_error == "raise" else nullcontext():
+        fit(trainer(tmp_path, rounds, seen, max_epochs=1), module, Data())
+    assert all(value.requires_grad for value in module.parameters())
+    assert len(seen.trained) == (on_client_error == "drop")
+
+
+def test_what_a_validation_between_clients_freezes_is_trained(tmp_path):
+    class Validated(InSteps):
+        def on_validation_end(self):
+            self.net[0].requires_grad_(False)
+
+    module = Validated()
+    fit(trainer(tmp_path, loop(), max_epochs=1, val_check_interval=2, num_sanity_val_steps=0), module, Data())
+    assert module.begun == [True] * 4
+
+
+@pytest.mark.parametrize("batch_of_thaw", [0, 1])
+def test_what_is_thawed_within_a_round_is_refused(tmp_path, batch_of_thaw):
     class Late(Module):
         def training_step(self, batch, batch_idx):
-            self.net[0].requires_grad_(True)
+            self.net[0].requires_grad_(batch_idx == batch_of_thaw)
             return super().training_step(batch, batch_idx)
 
         def on_train_batch_end(self, outputs, batch, batch_idx):
             self.net[0].requires_grad_(False)
 
+    module = Late()
+    module.net[0].requires_grad_(False)
     with pytest.raises(
         MisconfigurationException, match=r"net.0.weight, net.0.bias is trained in a step but was frozen when"
     ):
-        fit(trainer(tmp_path, loop()), Late(), Data())
+        fit(trainer(tmp_path, loop()), module, Data())

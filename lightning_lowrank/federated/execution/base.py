@@ -19,7 +19,7 @@ from lightning_lowrank.federated.client_optimizers import ClientOptimizers
 from lightning_lowrank.federated.data.planner import Chunk
 from lightning_lowrank.federated.exchange import Exchange
 from lightning_lowrank.federated.failures import ClientsFailed, errors_of
-from lightning_lowrank.federated.leaks import OfTheRun
+from lightning_lowrank.federated.leaks import OfTheRun, TrainedFlags
 from lightning_lowrank.federated.logbook import Logbook
 from lightning_lowrank.federated.messages import Message
 from lightning_lowrank.federated.protocols import inherits
@@ -72,6 +72,8 @@ class Execution(OfTheRun, ABC):
         self.algorithm = exchange.algorithm
         self.base = exchange.server.base
         self.live: dict[str, Tensor] = {}
+        self.flags: TrainedFlags
+        """``requires_grad`` of the parameters in this round; set with ``live``."""
         self.chunk: Chunk
         self.clients: list[ClientContext] = []
         self.number = 0
@@ -95,6 +97,7 @@ class Execution(OfTheRun, ABC):
     def begin_round(self) -> None:
         """Look up the tensors that are trained in this round."""
         keep_frozen(self.module)
+        self.flags = TrainedFlags(self.module)
         self.live = trained_tensors(self.module)
 
     @abstractmethod
@@ -153,6 +156,10 @@ class Execution(OfTheRun, ABC):
         """Call the method's `before_step` with the gradients, if the optimizer is about to make a step."""
         if self._own_gradients and makes_step(self.trainer, optimizer):
             self.algorithm.before_step(self.step())
+
+    def end_steps(self) -> None:
+        """Restore the parameters' ``requires_grad`` after the last step of the open clients."""
+        self.flags.restore()
 
     @abstractmethod
     def close(self) -> dict[int, Exception]:

@@ -74,18 +74,18 @@ class Sequential(Execution):
 
     def before_step(self, optimizer: Optimizer) -> None:
         """Call the method's `before_step`; first refuse gradients of parameters that were frozen at the start."""
-        if self.number == 0:
+        thawed = self.flags.thawed()
+        if thawed:
             groups = [group for each in self.base.optimizers for group in each.param_groups]
-            stepped = (value for group in groups for value in group["params"] if value.grad is not None)
-            late = {value for value in stepped if value.requires_grad}
-            late -= set(self.live.values())
+            stepped = {value for group in groups for value in group["params"] if value.grad is not None}
+            late = [name for name, value in thawed.items() if value in stepped]
             if late:
-                names = [name for name, value in self.module.named_parameters() if value in late]
                 raise MisconfigurationException(
-                    f"{join_names(names)} is trained in a step but was frozen when the round began, so that its value"
-                    " would pass from client to client: restore requires_grad at the end of each step, or change it in"
-                    " on_train_epoch_start."
+                    f"{join_names(late)} is trained in a step but was frozen when the round began, so that it would not"
+                    " be sent, and its value would pass from client to client: set requires_grad=True in"
+                    " on_train_epoch_start, and False in the steps that leave it out."
                 )
+        if self.number == 0:
             if not self._has_trained and self.module.automatic_optimization:
                 check_factor_gradients(self.module, lambda name, factor: factor.grad)
             self._has_trained = True

@@ -34,7 +34,7 @@ from lightning_lowrank.federated.execution.base import while_training
 from lightning_lowrank.federated.execution.compiled import CompiledSteps, Inputs, Results, differ, tensors_in
 from lightning_lowrank.federated.execution.mapped_layers import StackedProducts
 from lightning_lowrank.federated.execution.mapped_leaks import MappedStepGuard, MappedTensors
-from lightning_lowrank.federated.execution.why_not import CannotMap, cause_of, metric_update_reason
+from lightning_lowrank.federated.execution.why_not import SETS_FLAGS, CannotMap, cause_of, metric_update_reason
 from lightning_lowrank.federated.leaks import OfTheRun, reachable
 from lightning_lowrank.federated.logbook import Logbook
 from lightning_lowrank.federated.objective import loss_of
@@ -478,7 +478,12 @@ class ClientStack(OfTheRun):
 
         A value that some of the clients do not log has an entry for each of the others.
         """
-        each = [run(*_of_client(stacks, place)) for place in range(_clients_in(stacks))]
+        try:
+            each = [run(*_of_client(stacks, place)) for place in range(_clients_in(stacks))]
+        except RuntimeError as error:
+            if SETS_FLAGS in str(error):
+                raise CannotMap(cause_of(error), self._falls_back) from error
+            raise
         self._refuse_unequal_use([loss for loss, _ in each])
         names = dict.fromkeys(name for _, logged in each for name in logged)
         values = {name: torch.stack([logged[name] for _, logged in each if name in logged]) for name in names}

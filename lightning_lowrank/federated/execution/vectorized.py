@@ -13,6 +13,7 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from lightning_lowrank.arguments import join_names
 from lightning_lowrank.compression import Packet
 from lightning_lowrank.federated.algorithm import LocalStep
 from lightning_lowrank.federated.checks import check_factor_gradients
@@ -253,9 +254,20 @@ class Vectorized(Execution):
         assert self._stack is not None
         return self._stack.gradients(batch, self.number)
 
+    def end_steps(self) -> None:
+        """Refuse steps that have changed ``requires_grad`` of the module's parameters, which the stacks replace."""
+        changed = self.flags.changed()
+        if changed:
+            raise MisconfigurationException(
+                f"execution={self.settings.execution!r}: clients step together, and a step changes requires_grad of"
+                f" {join_names([*changed])} in the module, which their stacks do not follow. Use"
+                f" execution='sequential'{ALSO_TO_RESUME}."
+            )
+
     def before_step(self, optimizer: Optimizer) -> None:
         """Pass the gradients to callbacks that act on stacks, and to the method."""
         assert self._stack is not None
+        self.end_steps()
         if not self._has_trained:
             self._has_trained = True
             leaves = self._stack.leaves

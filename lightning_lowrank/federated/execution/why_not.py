@@ -39,6 +39,8 @@ _LONGEST = 200
 _PACKAGES = ("lightning.pytorch.", "pytorch_lightning.", "lightning_lowrank.")
 ALSO_TO_RESUME = ", with allow_changes=['execution'] if the fit is resumed from a checkpoint"
 """The end of a sentence that advises another execution in a later round."""
+SETS_FLAGS = "can only change requires_grad flags"
+"""Part of torch's error where a step sets ``requires_grad`` of a parameter in whose place is a slice of a stack."""
 _CAUSES: tuple[tuple[str, str], ...] = (
     (
         r"\.item\(\)|data pointer of Tensor that|Can't detach views in-place",
@@ -70,6 +72,7 @@ _CAUSES: tuple[tuple[str, str], ...] = (
     ("saved tensors hooks|_NoopSaveInputs", "it uses gradient checkpointing, which computes again outside of the map"),
     ("setup_context|does not have vmap support", "it uses an autograd.Function that has no rule for torch.func.vmap"),
     (r"aten::(lstm|gru|rnn)", "torch cannot map its recurrent layers (nn.LSTM, nn.GRU, nn.RNN)"),
+    (SETS_FLAGS, "it changes requires_grad of a client's parameter (requires_grad_(), toggle_optimizer())"),
     (
         r"requires_grad_\(\)|does not require grad and does not have a grad_fn|backward\(\) called inside",
         "it computes gradients itself (requires_grad_(), autograd.grad, backward)",

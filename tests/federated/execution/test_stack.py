@@ -309,6 +309,28 @@ class Replacing(Module):
         self.net[0].weight.data = nn.functional.normalize(self.net[0].weight.data)
 
 
+class Freezing(Module):
+    """Freezes a layer in its second batch."""
+
+    def __init__(self, where="training_step"):
+        super().__init__()
+        self.where = where
+
+    def freeze(self, batch_idx, where):
+        if batch_idx == 1 and self.where == where:
+            self.net[0].requires_grad_(False)
+
+    def training_step(self, batch, batch_idx):
+        self.freeze(batch_idx, "training_step")
+        return super().training_step(batch, batch_idx)
+
+    def on_train_batch_start(self, batch, batch_idx):
+        self.freeze(batch_idx, "on_train_batch_start")
+
+    def on_train_batch_end(self, outputs, batch, batch_idx):
+        self.freeze(batch_idx, "on_train_batch_end")
+
+
 class Many(Module):
     def loss(self, batch):
         return nn.functional.cross_entropy(self.net(batch[0]), batch[1], reduction="none")
@@ -424,6 +446,25 @@ def test_what_a_step_does_beside_its_loss_is_refused_by_its_cause(tmp_path, modu
     with pytest.raises(MisconfigurationException, match=cause):
         run(tmp_path, "vectorized", module=module, callbacks=[count], trainer={"max_epochs": 1})
     assert not steps or module is Clamping
+
+
+@pytest.mark.parametrize("where", ["on_train_batch_start", "on_train_batch_end", "callback"])
+def test_a_hook_that_freezes_layers_is_refused(tmp_path, where):
+    """In the last of two batches, of three clients."""
+    freeze = LambdaCallback(on_train_batch_start=lambda run, module, batch, number: module.freeze(number, "callback"))
+    parts = [range(16), range(16, 32), range(32, 48)]
+    settings = {"partition": FromIndices(parts), "trainer": {"max_epochs": 1}, "callbacks": [freeze]}
+    module = Freezing(where)
+    with pytest.raises(MisconfigurationException, match=r"together.* requires_grad of net\.0\.weight, net\.0\.bias"):
+        run(tmp_path, "vectorized", module=lambda: module, **settings)
+    assert module.net[0].weight.requires_grad
+
+
+@pytest.mark.parametrize("clients", [[0, 1], [0]])
+def test_a_step_that_freezes_layers_is_refused(tmp_path, clients):
+    settings = {"partition": FromIndices([range(16), range(16, 32)]), "participants": [clients]}
+    with pytest.raises(MisconfigurationException, match=r"cannot map training_step.*requires_grad_\(\)"):
+        run(tmp_path, "vectorized", module=Freezing, trainer={"max_epochs": 1}, **settings)
 
 
 @pytest.mark.parametrize(("sizes", "rounds"), [((10, 11, 12), 1), ((2, 3, 4), 2)])
