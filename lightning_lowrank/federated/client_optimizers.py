@@ -28,6 +28,7 @@ _COUNTS_OF_REFRESHES = ("refresh_number", "steps_since_refresh")
 _SHARED = ("step", "mu_product")
 _OF_EVERY_OPTIMIZER = vars(Optimizer([nn.Parameter(torch.empty(0))], {})).keys() | {"step", "_opt_called"}
 """Attributes that torch and its schedulers set on each optimizer."""
+_OWN = "lightning_lowrank.of_optimizer: "
 _SCHEDULED = ("lr", "initial_lr", "momentum", "betas", "weight_decay")
 _ELEMENTWISE: list[type[Optimizer]] = [
     torch.optim.SGD,
@@ -333,7 +334,7 @@ class ClientOptimizers:
         """Save a client's final moments in its ``state``; ``place`` is its row in stacks, ``None`` if it is alone."""
         if not self._keeps:
             return
-        if place is None and any(attributes := self._attributes.copied()):
+        if place is None and any(attributes := self._attributes.kept()):
             state["attributes"] = attributes
         state["optimizers"] = {
             number: {
@@ -367,7 +368,8 @@ class _Attributes:
     """Attributes and state of the optimizers as `configure_optimizers` made them, from which each client begins.
 
     Attributes are counters, slow weights or an optimizer inside. Modules are shared, and random generators continue
-    from client to client.
+    from client to client. Attributes that clients keep have names in place of the optimizer's own parameters and
+    groups, because a checkpoint or a file would restore copies of these.
     """
 
     def __init__(self, optimizers: Sequence[Optimizer], keeps: bool) -> None:
@@ -383,7 +385,10 @@ class _Attributes:
             for name in sorted(names):
                 self._check(optimizer, name, keeps)
         self._states = [self._copied(optimizer, dict(optimizer.state)) for optimizer in optimizers]
-        self._initial = self.copied()
+        self._initial = [
+            self._copied(optimizer, self._present(optimizer, names))
+            for optimizer, names in zip(optimizers, self._names, strict=True)
+        ]
 
     def _check(self, optimizer: Optimizer, name: str, keeps: bool) -> None:
         value = vars(optimizer)[name]
@@ -391,7 +396,7 @@ class _Attributes:
         try:
             self._copied(optimizer, value)
             if keeps:
-                flatten_state(value)
+                flatten_state(self._copied(optimizer, value, {id(item): name for name, item in _own(optimizer)}))
         except (TypeError, RuntimeError, ValueError, AttributeError, NotImplementedError) as error:
             what = "each client begins with a copy of what the optimizer holds"
             if keeps:
@@ -402,15 +407,18 @@ class _Attributes:
                 f"{what}, and {where} is {value!r}: {error} Keep it in the optimizer's state or param_groups."
             ) from error
 
-    def _copied(self, optimizer: Optimizer, value: Any) -> Any:
-        """A deep copy that shares parameters, groups, modules and generators with the original."""
-        same = [optimizer, optimizer.param_groups, *optimizer.param_groups, *_parameters_of(optimizer)]
+    def _copied(self, optimizer: Optimizer, value: Any, replaced: Mapping[int, Any] | None = None) -> Any:
+        """A deep copy that shares parameters, groups, modules and generators with the original.
+
+        ``replaced`` has what the copy has in place of some objects, by their ``id``.
+        """
+        same = [item for _, item in _own(optimizer)]
         lasting = (torch.Generator, nn.Module)
         items = [
             item for _, item in walk("", value, lambda kind: False, is_whole=lambda item: isinstance(item, lasting))
         ]
         same += [item for item in items if isinstance(item, lasting)]
-        memo: dict[int, Any] = {id(item): item for item in same}
+        memo: dict[int, Any] = {**{id(item): item for item in same}, **(replaced or {})}
         # Slow weights that were cloned without no_grad() have a graph, and deepcopy() refuses these.
         graphs = [item for item in items if isinstance(item, Tensor) and item.grad_fn is not None]
         memo |= {id(item): item.detach().clone() for item in graphs}
@@ -422,10 +430,13 @@ class _Attributes:
             vars(memo[id(item)]).update(copy.deepcopy(vars(item), memo))
         return copy.deepcopy(value, memo)
 
-    def copied(self) -> list[dict[str, Any]]:
-        """Copies of the optimizers' attributes beyond those that torch defines."""
+    def _present(self, optimizer: Optimizer, names: Collection[str]) -> dict[str, Any]:
+        return {name: vars(optimizer)[name] for name in names if name in vars(optimizer)}
+
+    def kept(self) -> list[dict[str, Any]]:
+        """Copies of the optimizers' attributes beyond those that torch defines, for a client to keep."""
         return [
-            self._copied(optimizer, {name: vars(optimizer)[name] for name in names if name in vars(optimizer)})
+            self._copied(optimizer, self._present(optimizer, names), {id(item): name for name, item in _own(optimizer)})
             for optimizer, names in zip(self._optimizers, self._names, strict=True)
         ]
 
@@ -434,6 +445,7 @@ class _Attributes:
         first = self._initial if kept is None else kept
         for optimizer, names, own, state in zip(self._optimizers, self._names, first, self._states, strict=True):
             if names:
+                own = own if kept is None else _with_objects(own, dict(_own(optimizer)))
                 # Copied, because an inner optimizer may share the outer one's groups.
                 copied = self._copied(optimizer, dict(own))
                 for name in vars(optimizer).keys() - _OF_EVERY_OPTIMIZER - copied.keys():
@@ -441,6 +453,27 @@ class _Attributes:
                 vars(optimizer).update(copied)
             if state:
                 optimizer.state.update(self._copied(optimizer, state))
+
+
+def _own(optimizer: Optimizer) -> Iterator[tuple[str, Any]]:
+    """The optimizer, its groups and its parameters, each with a name that stands for it in a kept attribute."""
+    yield from ((f"{_OWN}optimizer", optimizer), (f"{_OWN}groups", optimizer.param_groups))
+    yield from ((f"{_OWN}group {number}", group) for number, group in enumerate(optimizer.param_groups))
+    yield from ((f"{_OWN}parameter {number}", value) for number, value in enumerate(_parameters_of(optimizer)))
+
+
+def _with_objects(value: Any, named: Mapping[str, Any]) -> Any:
+    """A kept attribute with the objects of `_own` in place of their names."""
+    if isinstance(value, Mapping):
+        entries = {_with_objects(key, named): _with_objects(entry, named) for key, entry in value.items()}
+        # A copy of the container, because a defaultdict has a factory.
+        made: Any = copy.copy(value)
+        made.clear()
+        made.update(entries)
+        return made
+    if isinstance(value, (list, tuple)):
+        return getattr(type(value), "_make", type(value))([_with_objects(entry, named) for entry in value])
+    return named.get(value, value) if isinstance(value, str) else value
 
 
 def _is_counted(name: str, value: Any) -> bool:

@@ -1,6 +1,7 @@
 """Which optimizers clients may step together with, and the states in which these start."""
 
 import contextlib
+from collections import defaultdict
 from functools import partial
 from types import SimpleNamespace
 
@@ -252,6 +253,45 @@ def test_a_client_begins_again_with_what_the_optimizer_held(tmp_path, kind):
     whole = run(SaveEachStep(tmp_path))
     for step in (3, 8):
         assert_same(run(ckpt_path=tmp_path / f"step={step}.ckpt"), whole)
+
+
+class Holding(torch.optim.SGD):
+    """Holds its own parameters and groups in its attributes, as keys and as values."""
+
+    def __init__(self, parameters, lr=0.1):
+        super().__init__(parameters, lr)
+        values = [value for group in self.param_groups for value in group["params"]]
+        self.slow = {value: value.detach().clone() for value in values}
+        self.pairs = defaultdict(list, {"groups": self.param_groups, "first": (values[0], self.param_groups[0])})
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        loss = super().step(closure)
+        for value, slow in self.slow.items():
+            value.lerp_(slow, 0.5)
+            slow.copy_(value)
+        self.pairs["first"][0].sub_(0.01)
+        self.pairs["first"][1]["lr"] *= 0.9
+        self.pairs["groups"][0]["weight_decay"] += 0.01
+        self.pairs["steps"].append(1)
+        return loss
+
+
+@pytest.mark.parametrize("kind", [Holding, partial(torch.optim.LBFGS, lr=0.1, max_iter=2)], ids=["Holding", "LBFGS"])
+def test_a_kept_attribute_still_holds_the_optimizers_own_parameters(tmp_path, kind):
+    """Also after it was written to a file, and after a checkpoint."""
+
+    def run(*callbacks, ckpt_path=None, **settings):
+        torch.manual_seed(0)
+        loop = FederatedLoop(FedAvg(), clients=2, optimizer_state="keep", summary=False, seed=0, **settings)
+        module = Module(network(), optimizer=kind)
+        made = trainer(tmp_path, loop, *callbacks, max_epochs=2, limit_val_batches=0)
+        return weights(fit(made, module, Data(blobs(24), shuffle=False), ckpt_path=ckpt_path, weights_only=False))
+
+    whole = run(ModelCheckpoint(tmp_path, "{epoch}", save_top_k=-1))
+    if kind is not Holding:
+        assert_same(run(client_memory_limit=1), whole)
+    assert_same(run(ckpt_path=tmp_path / "epoch=0.ckpt"), whole)
 
 
 CLIENTS = [list(range(first, 40, 4)) for first in range(4)]
