@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_lowrank.federated.client_states import flatten_state
-from lightning_lowrank.federated.leaks import walk
+from lightning_lowrank.federated.leaks import schedulers_of, walk
 from lightning_lowrank.federated.protocols import ChangesBase
 from lightning_lowrank.federated.settings import FederatedSettings
 from lightning_lowrank.federated.state import State
@@ -29,6 +29,7 @@ _SHARED = ("step", "mu_product")
 _OF_EVERY_OPTIMIZER = vars(Optimizer([nn.Parameter(torch.empty(0))], {})).keys() | {"step", "_opt_called"}
 """Attributes that torch and its schedulers set on each optimizer."""
 _OWN = "lightning_lowrank.of_optimizer: "
+_NOBODY = (0, 1)
 _SCHEDULED = ("lr", "initial_lr", "momentum", "betas", "weight_decay")
 _ELEMENTWISE: list[type[Optimizer]] = [
     torch.optim.SGD,
@@ -117,10 +118,12 @@ class ClientOptimizers:
     """The optimizers and schedulers of a fit, which all clients use in turn.
 
     A client begins with fresh optimizers, or with the moments that it keeps between rounds; with the options of its
-    own; and with step-wise schedules in their state at the round's start. The next round continues from the client with
-    the most steps. Schedulers that Lightning steps once an epoch are left alone. Under manual optimization, where the
-    module may step them at any time, each client begins with all of them in their state at the round's start. The same
-    holds for a projected optimizer's count of steps to its next subspaces.
+    own; and with all other options, and step-wise schedules, in their state at the round's start. The next round
+    continues from the client with the most steps; of several, from that with the lowest number. Schedulers that
+    Lightning steps once an epoch are left alone. Under manual optimization, where the module may step them at any time,
+    each client begins with all of them in their state at the round's start, and so it does with schedulers that the
+    module or a callback holds itself. The same holds for a projected optimizer's count of steps to its next subspaces.
+    Between clients the optimizers are as before a client, so that evaluations and checkpoints have no client's moments.
 
     `Rounds` calls `wind_back`, `apply_options`, `end_client` and `end_round`, executions `begin` and `keep`.
 
@@ -134,10 +137,11 @@ class ClientOptimizers:
 
     def __init__(self, trainer: Any, settings: FederatedSettings) -> None:
         module = trainer.lightning_module
+        self._trainer = trainer
         self._optimizers: Sequence[Optimizer] = trainer.optimizers
         manual = not module.automatic_optimization
-        configs = [config for config in trainer.lr_scheduler_configs if manual or config.interval == "step"]
-        self._schedulers = [config.scheduler for config in configs]
+        self._by_round = [] if manual else [each for each in trainer.lr_scheduler_configs if each.interval != "step"]
+        self._schedulers: list[Any] = []
         self._stepwise = any(config.interval == "step" for config in trainer.lr_scheduler_configs)
         self._options_of = settings.options_of
         self._attributes = _Attributes(self._optimizers, settings.optimizer_state == "keep")
@@ -151,7 +155,8 @@ class ClientOptimizers:
         # The state at the round's start, and at the end of its client with the most steps.
         self._begun: dict[str, Any] = {}
         self._furthest: dict[str, Any] = {}
-        self._most_steps = 0
+        # Its number of steps, and its own number, negative so that the lowest is the greatest.
+        self._most = _NOBODY
 
     def check(self, clients: Iterable[int]) -> None:
         """Refuse unknown options of clients, and clients' learning rates that a step-wise scheduler would change."""
@@ -185,7 +190,13 @@ class ClientOptimizers:
             [{name: group[name] for name in group if name not in _OF_ONE_CLIENT} for group in each.param_groups]
             for each in self._optimizers
         ]
-        self._begun, self._furthest, self._most_steps = self._captured(groups), {}, 0
+        self._find_schedulers()
+        self._begun, self._furthest, self._most = self._captured(groups), {}, _NOBODY
+
+    def _find_schedulers(self) -> None:
+        """Find the schedulers that may step within clients. The module may have made some since the fit's start."""
+        by_round = {id(config.scheduler) for config in self._by_round}
+        self._schedulers = [each for each in schedulers_of(self._trainer) if id(each) not in by_round]
 
     def wind_back(self) -> None:
         """Restore the state of the round's start, before a client begins."""
@@ -204,7 +215,7 @@ class ClientOptimizers:
                 group.update(copy.deepcopy(self._own))
 
     def end_client(self, client: int, steps: int) -> None:
-        """Restore the common options, and capture the state if the client has the most steps so far.
+        """Restore the common options, drop the moments, and capture the state if the client has the most steps so far.
 
         Raises:
             MisconfigurationException: If the client's steps have changed an option of its own.
@@ -213,27 +224,28 @@ class ClientOptimizers:
             if any(group[name] != value for optimizer in self._optimizers for group in optimizer.param_groups):
                 raise _changed_in_steps(client, name, value)
         self.give_back()
-        if steps > self._most_steps:
+        if (steps, -client) > self._most:
             groups = [
                 list(map(self._scheduled, optimizer.param_groups, counters(optimizer)))
                 for optimizer in self._optimizers
             ]
-            self._furthest, self._most_steps = self._captured(groups), steps
+            self._furthest, self._most = self._captured(groups), (steps, -client)
 
     def give_back(self) -> None:
-        """Restore the common options in place of the open client's."""
+        """Restore the common options in place of the open client's, and drop its moments."""
         for group, values, _ in self._groups() if self._own else ():
             group.update({name: values[name] for name in self._own})
         self._own = {}
+        self.begin([{}], stacked=False)
 
     @property
-    def end(self) -> tuple[int, dict[str, Any]]:
-        """The number of steps of the round's client with the most, and the state at its end."""
-        return self._most_steps, self._furthest
+    def end(self) -> tuple[tuple[int, int], dict[str, Any]]:
+        """The place of the round's client with the most steps, and the state at its end."""
+        return self._most, self._furthest
 
-    def pool(self, ends: Iterable[tuple[int, dict[str, Any]]]) -> None:
-        """Adopt the `end` value with the most steps, out of those of several processes."""
-        self._most_steps, self._furthest = max(ends, key=lambda end: end[0])
+    def pool(self, ends: Iterable[tuple[tuple[int, int], dict[str, Any]]]) -> None:
+        """Adopt the `end` value of the client with the most steps, out of those of several processes."""
+        self._most, self._furthest = max(ends, key=lambda end: end[0])
 
     def end_round(self) -> None:
         """Load the end state of the client with the most steps; optimizers' counters are those of the round's start."""
@@ -254,26 +266,31 @@ class ClientOptimizers:
             yield from zip(optimizer.param_groups, groups, counters(optimizer), strict=False)
 
     def _scheduled(self, group: Mapping[str, Any], counted: Mapping[str, Any]) -> dict[str, Any]:
-        """The entries of a group that schedulers and subspace refreshes change."""
-        # Without a step-wise scheduler, options change between rounds only, so a client's end state leaves them out.
-        left_out = {*_OF_ONE_CLIENT, *counted} if self._schedulers else group.keys() - {*_COUNTS_OF_REFRESHES}
-        return {name: value for name, value in group.items() if name not in left_out}
+        """The entries of a group that schedulers, the module and subspace refreshes change."""
+        return {name: value for name, value in group.items() if name not in _OF_ONE_CLIENT and name not in counted}
 
     def _captured(self, groups: list[list[dict[str, Any]]]) -> dict[str, Any]:
         schedulers = [scheduler.state_dict() for scheduler in self._schedulers]
-        return copy.deepcopy({"schedulers": schedulers, "groups": groups})
+        return self._copied({"schedulers": schedulers, "groups": groups})
+
+    def _copied(self, value: Any) -> Any:
+        """A deep copy that shares the optimizers, to which a scheduler inside another one refers."""
+        return copy.deepcopy(value, {id(optimizer): optimizer for optimizer in self._optimizers})
 
     def _wind_schedulers(self, captured: Mapping[str, Any]) -> None:
         for scheduler, state in zip(self._schedulers, captured.get("schedulers", ()), strict=False):
-            scheduler.load_state_dict(copy.deepcopy(state))
+            scheduler.load_state_dict(self._copied(state))
 
     def state_dict(self) -> dict[str, Any]:
-        """The state for a run that is resumed inside the round."""
-        return {"begun": self._begun, "furthest": self._furthest, "most_steps": self._most_steps}
+        """The state for a resumed run: that of the round, and schedulers, of which Lightning saves its own alone."""
+        schedulers = [each.state_dict() for each in self._schedulers]
+        return {"begun": self._begun, "furthest": self._furthest, "most": self._most, "schedulers": schedulers}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore the result of `state_dict`."""
-        self._begun, self._furthest, self._most_steps = state["begun"], state["furthest"], state["most_steps"]
+        self._find_schedulers()
+        self._begun, self._furthest, self._most = state["begun"], state["furthest"], tuple(state["most"])
+        self._wind_schedulers(state)
 
     # Clients' moments
 

@@ -120,7 +120,9 @@ class FederatedLoop(FederatedSettings, Callback):
     - ``accumulate_grad_batches`` groups batches within a client; a client's last, incomplete group is stepped as
       Lightning steps an epoch's last (its loss divided by the full group's size).
     - Epoch-wise learning rate schedulers step per round. Step-wise ones step within each client, from where the round
-      began; the next round continues from the client with the most steps. So ``trainer.estimated_stepping_batches`` is
+      began; the next round continues from the client with the most steps, of several from the one with the lowest
+      number. The same holds for learning rates and other options that the module or a callback changes in steps, also
+      by schedulers of its own. So ``trainer.estimated_stepping_batches`` is
       the number of steps of that client in all rounds. In ``configure_optimizers`` ``len(trainer.train_dataloader)``
       and ``trainer.num_training_batches`` are its batches in a round, the mean rounded up. A warning names a schedule
       of another length. If ``configure_optimizers`` reads ``trainer.estimated_stepping_batches``, and ``max_steps``

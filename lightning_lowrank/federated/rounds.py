@@ -183,9 +183,9 @@ class Rounds(OfTheRun):
         progress, execution = self._progress, self.execution
         # The plan has been made with these chunks.
         self._data.resumed_chunks = None
+        self._optimizers.load_state_dict(state["optimizers"])
         if not progress.round_open:
             return
-        self._optimizers.load_state_dict(state["optimizers"])
         # A checkpoint saved inside a client's turn has that client's options.
         self._optimizers.wind_back()
         # Lightning does not call on_train_epoch_start in the rest of the round, where callbacks freeze layers.

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.callbacks import Callback, ModelCheckpoint
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import nn
 from torch.utils.data import TensorDataset
@@ -114,8 +114,8 @@ def test_an_unknown_optimizer_makes_auto_train_one_after_another(tmp_path, capsy
 class Counted(torch.optim.SGD):
     """Steps less and less, by a counter of its own."""
 
-    def __init__(self, parameters, lr=0.1):
-        super().__init__(parameters, lr)
+    def __init__(self, parameters, lr=0.1, momentum=0.0):
+        super().__init__(parameters, lr, momentum)
         self.steps, self.seen = 0, []
 
     def step(self, closure=None):
@@ -294,6 +294,30 @@ def test_a_kept_attribute_still_holds_the_optimizers_own_parameters(tmp_path, ki
     assert_same(run(ckpt_path=tmp_path / "epoch=0.ckpt"), whole)
 
 
+class LooksBetweenClients(Callback):
+    """Collects the optimizer's state and counter where the module is the global model."""
+
+    def __init__(self):
+        self.found = []
+
+    def on_validation_start(self, trainer, module):
+        (optimizer,) = trainer.optimizers
+        self.found.append((len(optimizer.state), optimizer.steps))
+
+
+@pytest.mark.parametrize("policy", ["reset", "keep"])
+def test_no_moments_of_a_client_are_left_between_clients(tmp_path, policy):
+    """They would reach the global model by optimizers that change it in a validation, and checkpoints."""
+    look, saved = LooksBetweenClients(), ModelCheckpoint(tmp_path)
+    loop = FederatedLoop(FedAvg(), clients=2, optimizer_state=policy, summary=False)
+    often = {"val_check_interval": 1, "limit_val_batches": 1, "num_sanity_val_steps": 0}
+    run = trainer(tmp_path, loop, look, saved, max_epochs=2, **often)
+    fit(run, Module(network(), optimizer=partial(Counted, momentum=0.9)), Data(blobs(24)))
+    assert look.found == [(0, 0)] * 4
+    assert run.optimizers[0].state == {}
+    assert torch.load(saved.best_model_path)["optimizer_states"][0]["state"] == {}
+
+
 CLIENTS = [list(range(first, 40, 4)) for first in range(4)]
 PARTICIPANTS = [[0, 1, 2, 3], [0, 1], [1, 2, 3], [0, 1, 2, 3]]
 LORA = partial(LowRank, MatrixProduct(), rank=2, init="lora", freeze_rest=True, allow_larger=True, summary=False)
@@ -364,7 +388,7 @@ def moments_of(module, optimizer, drawn):
             return drawn[name]
 
     module.automatic_optimization = True
-    own = SimpleNamespace(lightning_module=module, optimizers=[optimizer], lr_scheduler_configs=[])
+    own = SimpleNamespace(lightning_module=module, optimizers=[optimizer], lr_scheduler_configs=[], callbacks=[])
     return ClientOptimizers(own, FederatedLoop(Draws(), clients=1, optimizer_state="keep"))
 
 
