@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import inspect
 import itertools
+import operator
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any
@@ -14,7 +15,8 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lightning_lowrank.federated.client_states import flatten_state
+from lightning_lowrank.arguments import join_names
+from lightning_lowrank.federated.client_states import ClientStates, flatten_state
 from lightning_lowrank.federated.leaks import schedulers_of, walk
 from lightning_lowrank.federated.protocols import ChangesBase
 from lightning_lowrank.federated.settings import FederatedSettings
@@ -138,7 +140,9 @@ class ClientOptimizers:
     def __init__(self, trainer: Any, settings: FederatedSettings) -> None:
         module = trainer.lightning_module
         self._trainer = trainer
-        self._optimizers: Sequence[Optimizer] = trainer.optimizers
+        # Copies of the trainer's lists, which may be changed in place.
+        self._optimizers: Sequence[Optimizer] = [*trainer.optimizers]
+        self._known = [*trainer.optimizers, *(config.scheduler for config in trainer.lr_scheduler_configs)]
         manual = not module.automatic_optimization
         self._by_round = [] if manual else [each for each in trainer.lr_scheduler_configs if each.interval != "step"]
         self._schedulers: list[Any] = []
@@ -171,6 +175,28 @@ class ClientOptimizers:
                     )
             if "lr" in options and self._stepwise:
                 raise _changed_in_steps(client, "lr", options["lr"])
+
+    def are_present(self) -> bool:
+        """Whether the trainer has no other optimizers and schedulers than these."""
+        trainer = self._trainer
+        present = [*trainer.optimizers, *(config.scheduler for config in trainer.lr_scheduler_configs)]
+        return len(present) == len(self._known) and all(map(operator.is_, present, self._known))
+
+    def follow(self, before: ClientOptimizers, states: ClientStates) -> None:
+        """Adopt the round of the optimizers ``before`` these.
+
+        Raises:
+            MisconfigurationException: If clients keep moments of other optimizers or parameters.
+        """
+        kinds, others = (list(map(type, each._optimizers)) for each in (self, before))
+        if (kinds, self._names) != (others, before._names) and any("optimizers" in kept for _, kept in states.items()):
+            raise MisconfigurationException(
+                f"optimizer_state='keep': clients keep the moments of {join_names([each.__name__ for each in others])},"
+                f" and the trainer's optimizers are now {join_names([each.__name__ for each in kinds])}, or for other"
+                " parameters: use the same in all rounds, or optimizer_state='reset'."
+            )
+        self._find_schedulers()
+        self._begun, self._furthest, self._most = before._begun, before._furthest, before._most
 
     def key(self, client: int, state: State, round_number: int) -> tuple[Any, ...]:
         """A key, equal for clients that may step together: their kept moments, the moments' ages, and their options."""

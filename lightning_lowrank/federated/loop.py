@@ -404,7 +404,7 @@ class FederatedLoop(FederatedSettings, Callback):
         assert self._length is not None
         if self._length.outdated():
             trainer.strategy.setup_optimizers(trainer)
-            self._rounds.replace_optimizers(trainer)
+            self._rounds.replace_optimizers()
         self._length.settle()
         for note in self._length.notes() + self._rounds.exchange.notes(trainer):
             rank_zero_warn(note)

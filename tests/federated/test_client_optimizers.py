@@ -19,6 +19,7 @@ from lightning_lowrank import (
     FederatedLoop,
     FedLoRA,
     FedMUD,
+    FedProx,
     FedSB,
     FLoRA,
     FromIndices,
@@ -316,6 +317,122 @@ def test_no_moments_of_a_client_are_left_between_clients(tmp_path, policy):
     assert look.found == [(0, 0)] * 4
     assert run.optimizers[0].state == {}
     assert torch.load(saved.best_model_path)["optimizer_states"][0]["state"] == {}
+
+
+SGD = partial(torch.optim.SGD, lr=0.1, momentum=0.9)
+ADAM = partial(torch.optim.Adam, lr=0.01)
+
+
+class Switching(Module):
+    """Has another optimizer from the second round on, or after the first step."""
+
+    def __init__(self, other, way="setup", inside=False):
+        super().__init__(network(), optimizer=SGD)
+        self.other, self.way, self.inside, self.ages = other, way, inside, []
+
+    def switch(self):
+        self.make_optimizer = self.other
+        if self.way == "setup":
+            self.trainer.strategy.setup_optimizers(self.trainer)
+        elif self.way == "list":
+            self.trainer.optimizers = [self.other(self.parameters())]
+        else:
+            self.trainer.optimizers[0] = self.other(self.parameters())
+
+    def on_train_epoch_start(self):
+        if self.current_epoch == 1 and not self.inside:
+            self.switch()
+
+    def training_step(self, batch, batch_idx):
+        state = self.trainer.optimizers[0].state
+        self.ages += [len(state)] if batch_idx == 0 else []
+        return super().training_step(batch, batch_idx)
+
+
+class SwitchesInside(Switching):
+    def on_train_batch_end(self, outputs, batch, batch_idx):
+        self.switch()
+
+
+def switched(tmp_path, module, rounds=2, **settings):
+    torch.manual_seed(0)
+    loop = FederatedLoop(FedAvg(), clients=2, summary=False, seed=0, **settings)
+    run = trainer(tmp_path, loop, max_epochs=rounds, limit_val_batches=0)
+    fit(run, module(), Data(blobs(24), shuffle=False))
+    return run
+
+
+@pytest.mark.parametrize("way", ["setup", "list", "entry"])
+def test_no_moments_pass_between_clients_after_the_optimizer_was_replaced(tmp_path, way):
+    run = switched(tmp_path, partial(Switching, ADAM, way), rounds=3)
+    assert isinstance(run.optimizers[0], torch.optim.Adam)
+    assert run.lightning_module.ages == [0] * 6
+
+
+class SetsUpAtStart(Module):
+    """Replaces its optimizer as the fit starts, after the loop has looked at it."""
+
+    def on_train_start(self):
+        self.trainer.strategy.setup_optimizers(self.trainer)
+
+
+def test_a_replaced_optimizer_goes_on_inside_a_resumed_round(tmp_path):
+    def run(*callbacks, **resumed):
+        torch.manual_seed(0)
+        loop = FederatedLoop(FedAvg(), clients=2, summary=False, seed=0)
+        made = trainer(tmp_path, loop, *callbacks, max_epochs=2, limit_val_batches=0)
+        return weights(fit(made, SetsUpAtStart(network(), optimizer=ADAM), Data(blobs(24), shuffle=False), **resumed))
+
+    whole = run(SaveEachStep(tmp_path))
+    assert_same(run(ckpt_path=tmp_path / "step=3.ckpt"), whole)
+
+
+def test_kept_moments_go_on_in_another_optimizer_of_their_kind_alone(tmp_path):
+    with pytest.raises(MisconfigurationException, match=r"optimizer_state='keep'.* SGD.* Adam"):
+        switched(tmp_path, partial(Switching, ADAM), optimizer_state="keep")
+    again, plain = (
+        switched(tmp_path, module, optimizer_state="keep").lightning_module
+        for module in (partial(Switching, SGD), lambda: Module(network(), optimizer=SGD))
+    )
+    assert again.ages == [0, 0, 6, 6]
+    assert_same(weights(again), weights(plain))
+
+
+def test_a_second_fit_does_not_take_moments_of_another_optimizer_up(tmp_path):
+    module = Module(network(), optimizer=SGD)
+    loop = FederatedLoop(FedAvg(), clients=2, optimizer_state="keep", summary=False)
+    run = trainer(tmp_path, loop, max_epochs=1, limit_val_batches=0)
+    fit(run, module, Data(blobs(24)))
+    run.fit_loop.max_epochs, module.make_optimizer = 2, ADAM
+    with pytest.raises(MisconfigurationException, match=r"optimizer_state='keep'.* SGD.* Adam"):
+        fit(run, module, Data(blobs(24)))
+
+
+def test_an_optimizer_that_is_replaced_where_it_cannot_be_is_refused(tmp_path):
+    with pytest.raises(MisconfigurationException, match=r"optimizers.*inside round 0"):
+        switched(tmp_path, partial(SwitchesInside, ADAM, inside=True))
+    with pytest.raises(MisconfigurationException, match=r"'vectorized'.*round 1.*Lion"):
+        switched(tmp_path, partial(Switching, Lion), execution="vectorized")
+
+
+class StepsItself(Switching):
+    """Steps its second optimizer without Lightning's hooks."""
+
+    def __init__(self):
+        super().__init__(ADAM)
+        self.automatic_optimization = False
+
+    def training_step(self, batch, batch_idx):
+        optimizer = self.optimizers(use_pl_optimizer=self.current_epoch == 0)
+        optimizer.zero_grad()
+        self.manual_backward(self.loss(batch))
+        optimizer.step()
+
+
+def test_steps_of_a_replaced_optimizer_that_a_method_does_not_see_are_refused(tmp_path):
+    loop = FederatedLoop(FedProx(0.1), clients=2, summary=False)
+    with pytest.raises(MisconfigurationException, match=r"step\(\) of Adam itself"):
+        fit(trainer(tmp_path, loop, max_epochs=2, limit_val_batches=0), StepsItself(), Data(blobs(24)))
 
 
 CLIENTS = [list(range(first, 40, 4)) for first in range(4)]
