@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import inspect
 import itertools
+import operator
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any
@@ -14,8 +15,9 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lightning_lowrank.federated.client_states import flatten_state
-from lightning_lowrank.federated.leaks import walk
+from lightning_lowrank.arguments import join_names
+from lightning_lowrank.federated.client_states import ClientStates, flatten_state
+from lightning_lowrank.federated.leaks import schedulers_of, walk
 from lightning_lowrank.federated.protocols import ChangesBase
 from lightning_lowrank.federated.settings import FederatedSettings
 from lightning_lowrank.federated.state import State
@@ -28,6 +30,8 @@ _COUNTS_OF_REFRESHES = ("refresh_number", "steps_since_refresh")
 _SHARED = ("step", "mu_product")
 _OF_EVERY_OPTIMIZER = vars(Optimizer([nn.Parameter(torch.empty(0))], {})).keys() | {"step", "_opt_called"}
 """Attributes that torch and its schedulers set on each optimizer."""
+_OWN = "lightning_lowrank.of_optimizer: "
+_NOBODY = (0, 1)
 _SCHEDULED = ("lr", "initial_lr", "momentum", "betas", "weight_decay")
 _ELEMENTWISE: list[type[Optimizer]] = [
     torch.optim.SGD,
@@ -116,10 +120,12 @@ class ClientOptimizers:
     """The optimizers and schedulers of a fit, which all clients use in turn.
 
     A client begins with fresh optimizers, or with the moments that it keeps between rounds; with the options of its
-    own; and with step-wise schedules in their state at the round's start. The next round continues from the client with
-    the most steps. Schedulers that Lightning steps once an epoch are left alone. Under manual optimization, where the
-    module may step them at any time, each client begins with all of them in their state at the round's start. The same
-    holds for a projected optimizer's count of steps to its next subspaces.
+    own; and with all other options, and step-wise schedules, in their state at the round's start. The next round
+    continues from the client with the most steps; of several, from that with the lowest number. Schedulers that
+    Lightning steps once an epoch are left alone. Under manual optimization, where the module may step them at any time,
+    each client begins with all of them in their state at the round's start, and so it does with schedulers that the
+    module or a callback holds itself. The same holds for a projected optimizer's count of steps to its next subspaces.
+    Between clients the optimizers are as before a client, so that evaluations and checkpoints have no client's moments.
 
     `Rounds` calls `wind_back`, `apply_options`, `end_client` and `end_round`, executions `begin` and `keep`.
 
@@ -133,10 +139,13 @@ class ClientOptimizers:
 
     def __init__(self, trainer: Any, settings: FederatedSettings) -> None:
         module = trainer.lightning_module
-        self._optimizers: Sequence[Optimizer] = trainer.optimizers
+        self._trainer = trainer
+        # Copies of the trainer's lists, which may be changed in place.
+        self._optimizers: Sequence[Optimizer] = [*trainer.optimizers]
+        self._known = [*trainer.optimizers, *(config.scheduler for config in trainer.lr_scheduler_configs)]
         manual = not module.automatic_optimization
-        configs = [config for config in trainer.lr_scheduler_configs if manual or config.interval == "step"]
-        self._schedulers = [config.scheduler for config in configs]
+        self._by_round = [] if manual else [each for each in trainer.lr_scheduler_configs if each.interval != "step"]
+        self._schedulers: list[Any] = []
         self._stepwise = any(config.interval == "step" for config in trainer.lr_scheduler_configs)
         self._options_of = settings.options_of
         self._attributes = _Attributes(self._optimizers, settings.optimizer_state == "keep")
@@ -150,7 +159,8 @@ class ClientOptimizers:
         # The state at the round's start, and at the end of its client with the most steps.
         self._begun: dict[str, Any] = {}
         self._furthest: dict[str, Any] = {}
-        self._most_steps = 0
+        # Its number of steps, and its own number, negative so that the lowest is the greatest.
+        self._most = _NOBODY
 
     def check(self, clients: Iterable[int]) -> None:
         """Refuse unknown options of clients, and clients' learning rates that a step-wise scheduler would change."""
@@ -165,6 +175,28 @@ class ClientOptimizers:
                     )
             if "lr" in options and self._stepwise:
                 raise _changed_in_steps(client, "lr", options["lr"])
+
+    def are_present(self) -> bool:
+        """Whether the trainer has no other optimizers and schedulers than these."""
+        trainer = self._trainer
+        present = [*trainer.optimizers, *(config.scheduler for config in trainer.lr_scheduler_configs)]
+        return len(present) == len(self._known) and all(map(operator.is_, present, self._known))
+
+    def follow(self, before: ClientOptimizers, states: ClientStates) -> None:
+        """Adopt the round of the optimizers ``before`` these.
+
+        Raises:
+            MisconfigurationException: If clients keep moments of other optimizers or parameters.
+        """
+        kinds, others = (list(map(type, each._optimizers)) for each in (self, before))
+        if (kinds, self._names) != (others, before._names) and any("optimizers" in kept for _, kept in states.items()):
+            raise MisconfigurationException(
+                f"optimizer_state='keep': clients keep the moments of {join_names([each.__name__ for each in others])},"
+                f" and the trainer's optimizers are now {join_names([each.__name__ for each in kinds])}, or for other"
+                " parameters: use the same in all rounds, or optimizer_state='reset'."
+            )
+        self._find_schedulers()
+        self._begun, self._furthest, self._most = before._begun, before._furthest, before._most
 
     def key(self, client: int, state: State, round_number: int) -> tuple[Any, ...]:
         """A key, equal for clients that may step together: their kept moments, the moments' ages, and their options."""
@@ -184,7 +216,13 @@ class ClientOptimizers:
             [{name: group[name] for name in group if name not in _OF_ONE_CLIENT} for group in each.param_groups]
             for each in self._optimizers
         ]
-        self._begun, self._furthest, self._most_steps = self._captured(groups), {}, 0
+        self._find_schedulers()
+        self._begun, self._furthest, self._most = self._captured(groups), {}, _NOBODY
+
+    def _find_schedulers(self) -> None:
+        """Find the schedulers that may step within clients. The module may have made some since the fit's start."""
+        by_round = {id(config.scheduler) for config in self._by_round}
+        self._schedulers = [each for each in schedulers_of(self._trainer) if id(each) not in by_round]
 
     def wind_back(self) -> None:
         """Restore the state of the round's start, before a client begins."""
@@ -203,7 +241,7 @@ class ClientOptimizers:
                 group.update(copy.deepcopy(self._own))
 
     def end_client(self, client: int, steps: int) -> None:
-        """Restore the common options, and capture the state if the client has the most steps so far.
+        """Restore the common options, drop the moments, and capture the state if the client has the most steps so far.
 
         Raises:
             MisconfigurationException: If the client's steps have changed an option of its own.
@@ -212,27 +250,28 @@ class ClientOptimizers:
             if any(group[name] != value for optimizer in self._optimizers for group in optimizer.param_groups):
                 raise _changed_in_steps(client, name, value)
         self.give_back()
-        if steps > self._most_steps:
+        if (steps, -client) > self._most:
             groups = [
                 list(map(self._scheduled, optimizer.param_groups, counters(optimizer)))
                 for optimizer in self._optimizers
             ]
-            self._furthest, self._most_steps = self._captured(groups), steps
+            self._furthest, self._most = self._captured(groups), (steps, -client)
 
     def give_back(self) -> None:
-        """Restore the common options in place of the open client's."""
+        """Restore the common options in place of the open client's, and drop its moments."""
         for group, values, _ in self._groups() if self._own else ():
             group.update({name: values[name] for name in self._own})
         self._own = {}
+        self.begin([{}], stacked=False)
 
     @property
-    def end(self) -> tuple[int, dict[str, Any]]:
-        """The number of steps of the round's client with the most, and the state at its end."""
-        return self._most_steps, self._furthest
+    def end(self) -> tuple[tuple[int, int], dict[str, Any]]:
+        """The place of the round's client with the most steps, and the state at its end."""
+        return self._most, self._furthest
 
-    def pool(self, ends: Iterable[tuple[int, dict[str, Any]]]) -> None:
-        """Adopt the `end` value with the most steps, out of those of several processes."""
-        self._most_steps, self._furthest = max(ends, key=lambda end: end[0])
+    def pool(self, ends: Iterable[tuple[tuple[int, int], dict[str, Any]]]) -> None:
+        """Adopt the `end` value of the client with the most steps, out of those of several processes."""
+        self._most, self._furthest = max(ends, key=lambda end: end[0])
 
     def end_round(self) -> None:
         """Load the end state of the client with the most steps; optimizers' counters are those of the round's start."""
@@ -253,26 +292,31 @@ class ClientOptimizers:
             yield from zip(optimizer.param_groups, groups, counters(optimizer), strict=False)
 
     def _scheduled(self, group: Mapping[str, Any], counted: Mapping[str, Any]) -> dict[str, Any]:
-        """The entries of a group that schedulers and subspace refreshes change."""
-        # Without a step-wise scheduler, options change between rounds only, so a client's end state leaves them out.
-        left_out = {*_OF_ONE_CLIENT, *counted} if self._schedulers else group.keys() - {*_COUNTS_OF_REFRESHES}
-        return {name: value for name, value in group.items() if name not in left_out}
+        """The entries of a group that schedulers, the module and subspace refreshes change."""
+        return {name: value for name, value in group.items() if name not in _OF_ONE_CLIENT and name not in counted}
 
     def _captured(self, groups: list[list[dict[str, Any]]]) -> dict[str, Any]:
         schedulers = [scheduler.state_dict() for scheduler in self._schedulers]
-        return copy.deepcopy({"schedulers": schedulers, "groups": groups})
+        return self._copied({"schedulers": schedulers, "groups": groups})
+
+    def _copied(self, value: Any) -> Any:
+        """A deep copy that shares the optimizers, to which a scheduler inside another one refers."""
+        return copy.deepcopy(value, {id(optimizer): optimizer for optimizer in self._optimizers})
 
     def _wind_schedulers(self, captured: Mapping[str, Any]) -> None:
         for scheduler, state in zip(self._schedulers, captured.get("schedulers", ()), strict=False):
-            scheduler.load_state_dict(copy.deepcopy(state))
+            scheduler.load_state_dict(self._copied(state))
 
     def state_dict(self) -> dict[str, Any]:
-        """The state for a run that is resumed inside the round."""
-        return {"begun": self._begun, "furthest": self._furthest, "most_steps": self._most_steps}
+        """The state for a resumed run: that of the round, and schedulers, of which Lightning saves its own alone."""
+        schedulers = [each.state_dict() for each in self._schedulers]
+        return {"begun": self._begun, "furthest": self._furthest, "most": self._most, "schedulers": schedulers}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore the result of `state_dict`."""
-        self._begun, self._furthest, self._most_steps = state["begun"], state["furthest"], state["most_steps"]
+        self._find_schedulers()
+        self._begun, self._furthest, self._most = state["begun"], state["furthest"], tuple(state["most"])
+        self._wind_schedulers(state)
 
     # Clients' moments
 
@@ -333,7 +377,7 @@ class ClientOptimizers:
         """Save a client's final moments in its ``state``; ``place`` is its row in stacks, ``None`` if it is alone."""
         if not self._keeps:
             return
-        if place is None and any(attributes := self._attributes.copied()):
+        if place is None and any(attributes := self._attributes.kept()):
             state["attributes"] = attributes
         state["optimizers"] = {
             number: {
@@ -367,7 +411,8 @@ class _Attributes:
     """Attributes and state of the optimizers as `configure_optimizers` made them, from which each client begins.
 
     Attributes are counters, slow weights or an optimizer inside. Modules are shared, and random generators continue
-    from client to client.
+    from client to client. Attributes that clients keep have names in place of the optimizer's own parameters and
+    groups, because a checkpoint or a file would restore copies of these.
     """
 
     def __init__(self, optimizers: Sequence[Optimizer], keeps: bool) -> None:
@@ -383,7 +428,10 @@ class _Attributes:
             for name in sorted(names):
                 self._check(optimizer, name, keeps)
         self._states = [self._copied(optimizer, dict(optimizer.state)) for optimizer in optimizers]
-        self._initial = self.copied()
+        self._initial = [
+            self._copied(optimizer, self._present(optimizer, names))
+            for optimizer, names in zip(optimizers, self._names, strict=True)
+        ]
 
     def _check(self, optimizer: Optimizer, name: str, keeps: bool) -> None:
         value = vars(optimizer)[name]
@@ -391,7 +439,7 @@ class _Attributes:
         try:
             self._copied(optimizer, value)
             if keeps:
-                flatten_state(value)
+                flatten_state(self._copied(optimizer, value, {id(item): name for name, item in _own(optimizer)}))
         except (TypeError, RuntimeError, ValueError, AttributeError, NotImplementedError) as error:
             what = "each client begins with a copy of what the optimizer holds"
             if keeps:
@@ -402,15 +450,18 @@ class _Attributes:
                 f"{what}, and {where} is {value!r}: {error} Keep it in the optimizer's state or param_groups."
             ) from error
 
-    def _copied(self, optimizer: Optimizer, value: Any) -> Any:
-        """A deep copy that shares parameters, groups, modules and generators with the original."""
-        same = [optimizer, optimizer.param_groups, *optimizer.param_groups, *_parameters_of(optimizer)]
+    def _copied(self, optimizer: Optimizer, value: Any, replaced: Mapping[int, Any] | None = None) -> Any:
+        """A deep copy that shares parameters, groups, modules and generators with the original.
+
+        ``replaced`` has what the copy has in place of some objects, by their ``id``.
+        """
+        same = [item for _, item in _own(optimizer)]
         lasting = (torch.Generator, nn.Module)
         items = [
             item for _, item in walk("", value, lambda kind: False, is_whole=lambda item: isinstance(item, lasting))
         ]
         same += [item for item in items if isinstance(item, lasting)]
-        memo: dict[int, Any] = {id(item): item for item in same}
+        memo: dict[int, Any] = {**{id(item): item for item in same}, **(replaced or {})}
         # Slow weights that were cloned without no_grad() have a graph, and deepcopy() refuses these.
         graphs = [item for item in items if isinstance(item, Tensor) and item.grad_fn is not None]
         memo |= {id(item): item.detach().clone() for item in graphs}
@@ -422,10 +473,13 @@ class _Attributes:
             vars(memo[id(item)]).update(copy.deepcopy(vars(item), memo))
         return copy.deepcopy(value, memo)
 
-    def copied(self) -> list[dict[str, Any]]:
-        """Copies of the optimizers' attributes beyond those that torch defines."""
+    def _present(self, optimizer: Optimizer, names: Collection[str]) -> dict[str, Any]:
+        return {name: vars(optimizer)[name] for name in names if name in vars(optimizer)}
+
+    def kept(self) -> list[dict[str, Any]]:
+        """Copies of the optimizers' attributes beyond those that torch defines, for a client to keep."""
         return [
-            self._copied(optimizer, {name: vars(optimizer)[name] for name in names if name in vars(optimizer)})
+            self._copied(optimizer, self._present(optimizer, names), {id(item): name for name, item in _own(optimizer)})
             for optimizer, names in zip(self._optimizers, self._names, strict=True)
         ]
 
@@ -434,6 +488,7 @@ class _Attributes:
         first = self._initial if kept is None else kept
         for optimizer, names, own, state in zip(self._optimizers, self._names, first, self._states, strict=True):
             if names:
+                own = own if kept is None else _with_objects(own, dict(_own(optimizer)))
                 # Copied, because an inner optimizer may share the outer one's groups.
                 copied = self._copied(optimizer, dict(own))
                 for name in vars(optimizer).keys() - _OF_EVERY_OPTIMIZER - copied.keys():
@@ -441,6 +496,27 @@ class _Attributes:
                 vars(optimizer).update(copied)
             if state:
                 optimizer.state.update(self._copied(optimizer, state))
+
+
+def _own(optimizer: Optimizer) -> Iterator[tuple[str, Any]]:
+    """The optimizer, its groups and its parameters, each with a name that stands for it in a kept attribute."""
+    yield from ((f"{_OWN}optimizer", optimizer), (f"{_OWN}groups", optimizer.param_groups))
+    yield from ((f"{_OWN}group {number}", group) for number, group in enumerate(optimizer.param_groups))
+    yield from ((f"{_OWN}parameter {number}", value) for number, value in enumerate(_parameters_of(optimizer)))
+
+
+def _with_objects(value: Any, named: Mapping[str, Any]) -> Any:
+    """A kept attribute with the objects of `_own` in place of their names."""
+    if isinstance(value, Mapping):
+        entries = {_with_objects(key, named): _with_objects(entry, named) for key, entry in value.items()}
+        # A copy of the container, because a defaultdict has a factory.
+        made: Any = copy.copy(value)
+        made.clear()
+        made.update(entries)
+        return made
+    if isinstance(value, (list, tuple)):
+        return getattr(type(value), "_make", type(value))([_with_objects(entry, named) for entry in value])
+    return named.get(value, value) if isinstance(value, str) else value
 
 
 def _is_counted(name: str, value: Any) -> bool:

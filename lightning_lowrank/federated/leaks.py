@@ -25,6 +25,7 @@ from lightning.pytorch.utilities import rank_zero_warn
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader, Dataset
 from torchmetrics import Metric, MetricCollection
 
@@ -149,6 +150,18 @@ def reachable(
 ) -> Iterator[tuple[str, Any]]:
     """`walk` within the user's module, without trainers, callbacks, loggers, datasets, and the run's own objects."""
     return walk(name, root, lambda item: is_foreign(type(item)) or is_left_out(item))
+
+
+def schedulers_of(trainer: Any) -> list[Any]:
+    """Lightning's learning rate schedulers, and those of its optimizers that the module or a callback holds itself."""
+    found = {id(config.scheduler): config.scheduler for config in trainer.lr_scheduler_configs}
+    for part in (*trainer.lightning_module.modules(), *trainer.callbacks):
+        for value in vars(part).values():
+            inside = value.values() if isinstance(value, dict) else value if isinstance(value, (list, tuple)) else ()
+            for each in (value, *(inside if len(inside) <= _MANY else ())):
+                if isinstance(each, LRScheduler) and any(each.optimizer is own for own in trainer.optimizers):
+                    found[id(each)] = each
+    return list(found.values())
 
 
 def is_foreign(kind: type) -> bool:
@@ -456,7 +469,7 @@ class _Attributes:
         """The present values of all watched attributes, by name and kind."""
         trainer, module = self._trainer, self._trainer.lightning_module
         # Left out: schedulers and these optimizers, whose state is set at each client's start.
-        schedulers = [config.scheduler for config in trainer.lr_scheduler_configs]
+        schedulers = schedulers_of(trainer)
         apart = {id(each) for each in (*module.parameters(), *module.buffers(), *trainer.optimizers, *schedulers)}
         totals = (Metric, MetricCollection, Optimizer)
         items = list(reachable("root", self._root(), lambda item: id(item) in apart or isinstance(item, totals)))

@@ -122,11 +122,13 @@ class FederatedLoop(FederatedSettings, Callback):
     - A batch that is ``None``, as from a collate function that leaves out all of its samples, is skipped with a
       warning. It counts in ``federated/client_steps``. Clients that step together cannot skip a batch.
     - Epoch-wise learning rate schedulers step per round. Step-wise ones step within each client, from where the round
-      began; the next round continues from the client with the most steps. So ``trainer.estimated_stepping_batches`` is
-      the number of steps of that client in all rounds. In ``configure_optimizers`` ``len(trainer.train_dataloader)``
-      and ``trainer.num_training_batches`` are its batches in a round, the mean rounded up. A warning names a schedule
-      of another length. If ``configure_optimizers`` reads ``trainer.estimated_stepping_batches``, and ``max_steps``
-      counts steps of chunks, it is called twice.
+      began; the next round continues from the client with the most steps, of several from the one with the lowest
+      number. The same holds for learning rates and other options that the module or a callback changes in steps, also
+      by schedulers of its own. A warning names a schedule of another length.
+    - ``trainer.estimated_stepping_batches`` is the number of steps of the client with the most steps in all rounds. In
+      ``configure_optimizers`` ``len(trainer.train_dataloader)`` and ``trainer.num_training_batches`` are its batches in
+      a round, the mean rounded up. If ``configure_optimizers`` reads ``trainer.estimated_stepping_batches``, and
+      ``max_steps`` counts steps of chunks, it is called twice.
 
     Its arguments, with their defaults, are those of `FederatedSettings`.
 
@@ -404,7 +406,7 @@ class FederatedLoop(FederatedSettings, Callback):
         assert self._length is not None
         if self._length.outdated():
             trainer.strategy.setup_optimizers(trainer)
-            self._rounds.replace_optimizers(trainer)
+            self._rounds.replace_optimizers()
         self._length.settle()
         for note in self._length.notes() + self._rounds.exchange.notes(trainer):
             rank_zero_warn(note)

@@ -23,7 +23,12 @@ from torch import Tensor
 from lightning_lowrank.aggregation.aggregator import home_of
 from lightning_lowrank.arguments import join_names
 from lightning_lowrank.federated.carried_values import CarriedValues
-from lightning_lowrank.federated.checks import readers_in_steps, step_counter_note
+from lightning_lowrank.federated.checks import (
+    check_optimizers,
+    readers_in_steps,
+    refuse_plateaus_of_steps,
+    step_counter_note,
+)
 from lightning_lowrank.federated.client_evaluation import FurtherModels
 from lightning_lowrank.federated.client_optimizers import ClientOptimizers
 from lightning_lowrank.federated.client_states import ClientStates
@@ -35,6 +40,7 @@ from lightning_lowrank.federated.exchange import Exchange, Parts
 from lightning_lowrank.federated.execution.auto import choose_execution
 from lightning_lowrank.federated.execution.base import Execution
 from lightning_lowrank.federated.execution.processes import ClientParallelStrategy, check_processes
+from lightning_lowrank.federated.execution.why_not import ALSO_TO_RESUME, reason_of_optimizers
 from lightning_lowrank.federated.failures import (
     ClientsFailed,
     client_names,
@@ -102,6 +108,7 @@ class Rounds(OfTheRun):
             states = ClientStates(kept, settings.client_memory_limit)
         else:
             server, ledger, states = (getattr(before.exchange, name) for name in ("server", "ledger", "states"))
+            self._optimizers.follow(before._optimizers, states)
         planner = data.planner
         server.base.optimizers, server.clients = trainer.optimizers, planner.eligible
         least = min([planner.clients_per_round, *map(len, settings.participants or ())])
@@ -154,11 +161,46 @@ class Rounds(OfTheRun):
         state = self.exchange.states[client]
         return UnequalClients.of(self._algorithm).group_key(info), self._optimizers.key(client, state, round_number)
 
-    def replace_optimizers(self, trainer: Any) -> None:
-        """Switch to optimizers and schedulers that the trainer has set up again."""
-        self.execution.optimizers = self._optimizers = ClientOptimizers(trainer, self._settings)
+    def replace_optimizers(self) -> None:
+        """Switch to optimizers and schedulers that the trainer has set up again.
+
+        Raises:
+            MisconfigurationException: If clients cannot train with them, or not go on from what they keep.
+        """
+        trainer, settings = self._trainer, self._settings
+        check_optimizers(trainer, self._module)
+        refuse_plateaus_of_steps(trainer.lr_scheduler_configs)
+        reason = reason_of_optimizers(trainer) if self.execution.stacked else ""
+        if reason:
+            raise MisconfigurationException(
+                f"execution={settings.execution!r}: clients step together, and from round {trainer.current_epoch} on"
+                f" {reason}. Use execution='sequential'{ALSO_TO_RESUME}."
+            )
+        optimizers = ClientOptimizers(trainer, settings)
+        optimizers.check(settings.clients_with_settings(len(self.exchange.samples)))
+        optimizers.follow(self._optimizers, self.exchange.states)
+        self.execution.optimizers = self._optimizers = optimizers
         self.exchange.server.base.optimizers = trainer.optimizers
         self.exchange.setup(continues=True)
+
+    def _follow_optimizers(self) -> None:
+        """Switch to the trainer's optimizers and schedulers, if a hook before the round has replaced them."""
+        if not self._optimizers.are_present():
+            self.replace_optimizers()
+            self._refuse_unseen_steps()
+
+    def _refuse_replaced(self) -> None:
+        """Refuse optimizers or schedulers that were replaced inside the round."""
+        if not self._optimizers.are_present():
+            raise MisconfigurationException(
+                f"the trainer's optimizers or schedulers were replaced inside round {self._progress.round}, whose"
+                " clients begin and end with the same ones: replace them in on_train_epoch_start."
+            )
+
+    def _refuse_unseen_steps(self) -> None:
+        self._unseen.close()
+        if not inherits(self._algorithm, "before_step"):
+            self._unseen.callback(refuse_unseen_steps(self._trainer, type(self._algorithm).__name__))
 
     def start(self) -> Callable[[], None]:
         """Prepare local training; return a function that undoes it."""
@@ -171,8 +213,8 @@ class Rounds(OfTheRun):
         self._local.look = None if self.execution.stacked else self._look
         ends = ExitStack()
         ends.callback(setattr, self._data.randomness, "own", None)
-        if not inherits(self._algorithm, "before_step"):
-            ends.callback(refuse_unseen_steps(self._trainer, type(self._algorithm).__name__))
+        self._unseen = ends.enter_context(ExitStack())
+        self._refuse_unseen_steps()
         ends.callback(self._local.start())
         self.execution.start()
         ends.callback(self.execution.stop)
@@ -183,9 +225,9 @@ class Rounds(OfTheRun):
         progress, execution = self._progress, self.execution
         # The plan has been made with these chunks.
         self._data.resumed_chunks = None
+        self._optimizers.load_state_dict(state["optimizers"])
         if not progress.round_open:
             return
-        self._optimizers.load_state_dict(state["optimizers"])
         # A checkpoint saved inside a client's turn has that client's options.
         self._optimizers.wind_back()
         # Lightning does not call on_train_epoch_start in the rest of the round, where callbacks freeze layers.
@@ -202,6 +244,7 @@ class Rounds(OfTheRun):
 
     def _begin_round(self) -> None:
         plan, progress = self._data.current_plan(), self._progress
+        self._follow_optimizers()
         self.execution.begin_round()
         self._isolation.begin_round()
         progress.client_steps_before = progress.client_steps
@@ -225,6 +268,7 @@ class Rounds(OfTheRun):
             self._begin_round()
         elif self._reopened:
             # Not in `resume`, after which callbacks such as DifferentialPrivacy replace the training step.
+            self._follow_optimizers()
             self._local.begin_round()
         self._reopened = False
         number, ends_round = progress.chunk, False
@@ -297,6 +341,7 @@ class Rounds(OfTheRun):
 
     def _open(self, chunk: Chunk) -> Chunk:
         """Have a chunk's clients begin; return the chunk of the clients that did not fail."""
+        self._refuse_replaced()
         self._optimizers.wind_back()
         # A hook between clients, as of validation, may have changed them.
         self.execution.flags.restore()
@@ -339,6 +384,7 @@ class Rounds(OfTheRun):
 
     def _end_chunk(self, steps: int) -> None:
         """Send the messages of the chunk's clients; the longest made ``steps`` steps."""
+        self._refuse_replaced()
         self.execution.end_steps()
         self._isolation.end_client()
         failed = self.execution.close()

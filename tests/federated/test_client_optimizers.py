@@ -1,12 +1,13 @@
 """Which optimizers clients may step together with, and the states in which these start."""
 
 import contextlib
+from collections import defaultdict
 from functools import partial
 from types import SimpleNamespace
 
 import pytest
 import torch
-from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.callbacks import Callback, ModelCheckpoint
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import nn
 from torch.utils.data import TensorDataset
@@ -18,6 +19,7 @@ from lightning_lowrank import (
     FederatedLoop,
     FedLoRA,
     FedMUD,
+    FedProx,
     FedSB,
     FLoRA,
     FromIndices,
@@ -113,8 +115,8 @@ def test_an_unknown_optimizer_makes_auto_train_one_after_another(tmp_path, capsy
 class Counted(torch.optim.SGD):
     """Steps less and less, by a counter of its own."""
 
-    def __init__(self, parameters, lr=0.1):
-        super().__init__(parameters, lr)
+    def __init__(self, parameters, lr=0.1, momentum=0.0):
+        super().__init__(parameters, lr, momentum)
         self.steps, self.seen = 0, []
 
     def step(self, closure=None):
@@ -254,6 +256,185 @@ def test_a_client_begins_again_with_what_the_optimizer_held(tmp_path, kind):
         assert_same(run(ckpt_path=tmp_path / f"step={step}.ckpt"), whole)
 
 
+class Holding(torch.optim.SGD):
+    """Holds its own parameters and groups in its attributes, as keys and as values."""
+
+    def __init__(self, parameters, lr=0.1):
+        super().__init__(parameters, lr)
+        values = [value for group in self.param_groups for value in group["params"]]
+        self.slow = {value: value.detach().clone() for value in values}
+        self.pairs = defaultdict(list, {"groups": self.param_groups, "first": (values[0], self.param_groups[0])})
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        loss = super().step(closure)
+        for value, slow in self.slow.items():
+            value.lerp_(slow, 0.5)
+            slow.copy_(value)
+        self.pairs["first"][0].sub_(0.01)
+        self.pairs["first"][1]["lr"] *= 0.9
+        self.pairs["groups"][0]["weight_decay"] += 0.01
+        self.pairs["steps"].append(1)
+        return loss
+
+
+@pytest.mark.parametrize("kind", [Holding, partial(torch.optim.LBFGS, lr=0.1, max_iter=2)], ids=["Holding", "LBFGS"])
+def test_a_kept_attribute_still_holds_the_optimizers_own_parameters(tmp_path, kind):
+    """Also after it was written to a file, and after a checkpoint."""
+
+    def run(*callbacks, ckpt_path=None, **settings):
+        torch.manual_seed(0)
+        loop = FederatedLoop(FedAvg(), clients=2, optimizer_state="keep", summary=False, seed=0, **settings)
+        module = Module(network(), optimizer=kind)
+        made = trainer(tmp_path, loop, *callbacks, max_epochs=2, limit_val_batches=0)
+        return weights(fit(made, module, Data(blobs(24), shuffle=False), ckpt_path=ckpt_path, weights_only=False))
+
+    whole = run(ModelCheckpoint(tmp_path, "{epoch}", save_top_k=-1))
+    if kind is not Holding:
+        assert_same(run(client_memory_limit=1), whole)
+    assert_same(run(ckpt_path=tmp_path / "epoch=0.ckpt"), whole)
+
+
+class LooksBetweenClients(Callback):
+    """Collects the optimizer's state and counter where the module is the global model."""
+
+    def __init__(self):
+        self.found = []
+
+    def on_validation_start(self, trainer, module):
+        (optimizer,) = trainer.optimizers
+        self.found.append((len(optimizer.state), optimizer.steps))
+
+
+@pytest.mark.parametrize("policy", ["reset", "keep"])
+def test_no_moments_of_a_client_are_left_between_clients(tmp_path, policy):
+    """They would reach the global model by optimizers that change it in a validation, and checkpoints."""
+    look, saved = LooksBetweenClients(), ModelCheckpoint(tmp_path)
+    loop = FederatedLoop(FedAvg(), clients=2, optimizer_state=policy, summary=False)
+    often = {"val_check_interval": 1, "limit_val_batches": 1, "num_sanity_val_steps": 0}
+    run = trainer(tmp_path, loop, look, saved, max_epochs=2, **often)
+    fit(run, Module(network(), optimizer=partial(Counted, momentum=0.9)), Data(blobs(24)))
+    assert look.found == [(0, 0)] * 4
+    assert run.optimizers[0].state == {}
+    assert torch.load(saved.best_model_path)["optimizer_states"][0]["state"] == {}
+
+
+SGD = partial(torch.optim.SGD, lr=0.1, momentum=0.9)
+ADAM = partial(torch.optim.Adam, lr=0.01)
+
+
+class Switching(Module):
+    """Has another optimizer from the second round on, or after the first step."""
+
+    def __init__(self, other, way="setup", inside=False):
+        super().__init__(network(), optimizer=SGD)
+        self.other, self.way, self.inside, self.ages = other, way, inside, []
+
+    def switch(self):
+        self.make_optimizer = self.other
+        if self.way == "setup":
+            self.trainer.strategy.setup_optimizers(self.trainer)
+        elif self.way == "list":
+            self.trainer.optimizers = [self.other(self.parameters())]
+        else:
+            self.trainer.optimizers[0] = self.other(self.parameters())
+
+    def on_train_epoch_start(self):
+        if self.current_epoch == 1 and not self.inside:
+            self.switch()
+
+    def training_step(self, batch, batch_idx):
+        state = self.trainer.optimizers[0].state
+        self.ages += [len(state)] if batch_idx == 0 else []
+        return super().training_step(batch, batch_idx)
+
+
+class SwitchesInside(Switching):
+    def on_train_batch_end(self, outputs, batch, batch_idx):
+        self.switch()
+
+
+def switched(tmp_path, module, rounds=2, **settings):
+    torch.manual_seed(0)
+    loop = FederatedLoop(FedAvg(), clients=2, summary=False, seed=0, **settings)
+    run = trainer(tmp_path, loop, max_epochs=rounds, limit_val_batches=0)
+    fit(run, module(), Data(blobs(24), shuffle=False))
+    return run
+
+
+@pytest.mark.parametrize("way", ["setup", "list", "entry"])
+def test_no_moments_pass_between_clients_after_the_optimizer_was_replaced(tmp_path, way):
+    run = switched(tmp_path, partial(Switching, ADAM, way), rounds=3)
+    assert isinstance(run.optimizers[0], torch.optim.Adam)
+    assert run.lightning_module.ages == [0] * 6
+
+
+class SetsUpAtStart(Module):
+    """Replaces its optimizer as the fit starts, after the loop has looked at it."""
+
+    def on_train_start(self):
+        self.trainer.strategy.setup_optimizers(self.trainer)
+
+
+def test_a_replaced_optimizer_goes_on_inside_a_resumed_round(tmp_path):
+    def run(*callbacks, **resumed):
+        torch.manual_seed(0)
+        loop = FederatedLoop(FedAvg(), clients=2, summary=False, seed=0)
+        made = trainer(tmp_path, loop, *callbacks, max_epochs=2, limit_val_batches=0)
+        return weights(fit(made, SetsUpAtStart(network(), optimizer=ADAM), Data(blobs(24), shuffle=False), **resumed))
+
+    whole = run(SaveEachStep(tmp_path))
+    assert_same(run(ckpt_path=tmp_path / "step=3.ckpt"), whole)
+
+
+def test_kept_moments_go_on_in_another_optimizer_of_their_kind_alone(tmp_path):
+    with pytest.raises(MisconfigurationException, match=r"optimizer_state='keep'.* SGD.* Adam"):
+        switched(tmp_path, partial(Switching, ADAM), optimizer_state="keep")
+    again, plain = (
+        switched(tmp_path, module, optimizer_state="keep").lightning_module
+        for module in (partial(Switching, SGD), lambda: Module(network(), optimizer=SGD))
+    )
+    assert again.ages == [0, 0, 6, 6]
+    assert_same(weights(again), weights(plain))
+
+
+def test_a_second_fit_does_not_take_moments_of_another_optimizer_up(tmp_path):
+    module = Module(network(), optimizer=SGD)
+    loop = FederatedLoop(FedAvg(), clients=2, optimizer_state="keep", summary=False)
+    run = trainer(tmp_path, loop, max_epochs=1, limit_val_batches=0)
+    fit(run, module, Data(blobs(24)))
+    run.fit_loop.max_epochs, module.make_optimizer = 2, ADAM
+    with pytest.raises(MisconfigurationException, match=r"optimizer_state='keep'.* SGD.* Adam"):
+        fit(run, module, Data(blobs(24)))
+
+
+def test_an_optimizer_that_is_replaced_where_it_cannot_be_is_refused(tmp_path):
+    with pytest.raises(MisconfigurationException, match=r"optimizers.*inside round 0"):
+        switched(tmp_path, partial(SwitchesInside, ADAM, inside=True))
+    with pytest.raises(MisconfigurationException, match=r"'vectorized'.*round 1.*Lion"):
+        switched(tmp_path, partial(Switching, Lion), execution="vectorized")
+
+
+class StepsItself(Switching):
+    """Steps its second optimizer without Lightning's hooks."""
+
+    def __init__(self):
+        super().__init__(ADAM)
+        self.automatic_optimization = False
+
+    def training_step(self, batch, batch_idx):
+        optimizer = self.optimizers(use_pl_optimizer=self.current_epoch == 0)
+        optimizer.zero_grad()
+        self.manual_backward(self.loss(batch))
+        optimizer.step()
+
+
+def test_steps_of_a_replaced_optimizer_that_a_method_does_not_see_are_refused(tmp_path):
+    loop = FederatedLoop(FedProx(0.1), clients=2, summary=False)
+    with pytest.raises(MisconfigurationException, match=r"step\(\) of Adam itself"):
+        fit(trainer(tmp_path, loop, max_epochs=2, limit_val_batches=0), StepsItself(), Data(blobs(24)))
+
+
 CLIENTS = [list(range(first, 40, 4)) for first in range(4)]
 PARTICIPANTS = [[0, 1, 2, 3], [0, 1], [1, 2, 3], [0, 1, 2, 3]]
 LORA = partial(LowRank, MatrixProduct(), rank=2, init="lora", freeze_rest=True, allow_larger=True, summary=False)
@@ -324,7 +505,7 @@ def moments_of(module, optimizer, drawn):
             return drawn[name]
 
     module.automatic_optimization = True
-    own = SimpleNamespace(lightning_module=module, optimizers=[optimizer], lr_scheduler_configs=[])
+    own = SimpleNamespace(lightning_module=module, optimizers=[optimizer], lr_scheduler_configs=[], callbacks=[])
     return ClientOptimizers(own, FederatedLoop(Draws(), clients=1, optimizer_state="keep"))
 
 

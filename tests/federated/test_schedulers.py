@@ -2,15 +2,16 @@
 
 import warnings
 from functools import partial
+from types import SimpleNamespace
 
 import pytest
 import torch
-from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.callbacks import Callback, ModelCheckpoint
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
 from lightning_lowrank import FedAvg, FederatedLoop, FromIndices, ProjectedSGD
 from lightning_lowrank.federated import client_optimizers
-from tests.helpers import Data, Module, fit, trainer
+from tests.helpers import Data, Module, SaveEachStep, assert_same, fit, trainer, weights
 
 
 @pytest.mark.slow
@@ -145,6 +146,105 @@ def test_decays_by_steps_and_by_rounds_are_both_made(tmp_path, order):
     assert [module.rates[place] for place in (0, 4, 8)] == pytest.approx([0.1 * (0.9**3 * 0.5) ** n for n in range(3)])
     assert run.optimizers[0].param_groups[0]["lr"] == pytest.approx(0.1 * (0.9**3 * 0.5) ** 3)
     assert "update_lr_schedulers" not in vars(run.fit_loop.epoch_loop)
+
+
+class Changing(Scheduled):
+    """Halves its learning rate after each step: by hand, or by a scheduler that Lightning does not know."""
+
+    def __init__(self, way):
+        super().__init__()
+        self.way = way
+
+    def configure_optimizers(self):
+        optimizer = torch.optim.SGD(self.parameters(), lr=0.1, momentum=0.9)
+        # Of the number of steps, so that the rate of a client does not follow from that of the round.
+        self.held = {"scheduler": torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.5**step)}
+        if self.way == "callback":
+            (stepping,) = (each for each in self.trainer.callbacks if isinstance(each, Stepping))
+            stepping.own, self.held = self.held["scheduler"], {}
+        return optimizer
+
+    def on_train_batch_end(self, *arguments):
+        if self.way == "by hand":
+            self.trainer.optimizers[0].param_groups[0]["lr"] *= 0.5
+        elif self.way == "held":
+            self.held["scheduler"].step()
+
+
+class Stepping(Callback):
+    def on_train_batch_end(self, trainer, module, *arguments):
+        if module.way == "callback":
+            self.own.step()
+
+
+WAYS = ["by hand", "held", "callback"]
+
+
+@pytest.mark.parametrize("execution", [{}, {"execution": "vectorized", "chunk_size": 1}], ids=["alone", "together"])
+@pytest.mark.parametrize("order", ORDERS)
+@pytest.mark.parametrize("way", WAYS)
+def test_rates_that_a_module_changes_are_those_of_lightnings_schedulers(tmp_path, way, order, execution):
+    loop = FederatedLoop(FedAvg(), partition=FromIndices(ORDERS[order]), summary=False, **execution)
+    module = Changing(way)
+    run = trainer(tmp_path, loop, Stepping(), max_epochs=2, limit_val_batches=0)
+    fit(run, module, Data())
+    batches = [-(-len(samples) // 8) for samples in ORDERS[order]]
+    expected = [0.1 * 0.5 ** (3 * number + step) for number in range(2) for count in batches for step in range(count)]
+    assert module.rates == pytest.approx(expected)
+    assert run.optimizers[0].param_groups[0]["lr"] == pytest.approx(0.1 * 0.5**6)
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_rates_that_a_module_changes_go_on_in_a_resumed_fit(tmp_path, way):
+    def run(*callbacks, **resumed):
+        torch.manual_seed(0)
+        loop = FederatedLoop(FedAvg(), partition=FromIndices(ORDERS["last"]), summary=False, seed=0)
+        module = Changing(way)
+        made = trainer(tmp_path, loop, *callbacks, Stepping(), max_epochs=2, limit_val_batches=0)
+        fit(made, module, Data(), **resumed)
+        return weights(module)
+
+    whole = run(SaveEachStep(tmp_path), ModelCheckpoint(tmp_path, "{epoch}", save_top_k=-1))
+    for saved in ("step=3", "epoch=0"):
+        assert_same(run(ckpt_path=tmp_path / f"{saved}.ckpt"), whole)
+
+
+class Warmup(torch.optim.lr_scheduler.LRScheduler):
+    """Hands over to another scheduler after a step, as warm-ups outside of torch do."""
+
+    def __init__(self, optimizer):
+        self.after = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.5**step)
+        super().__init__(optimizer)
+
+    def get_lr(self):
+        return [group["lr"] for group in self.optimizer.param_groups]
+
+    def step(self, epoch=None):
+        super().step(epoch)
+        if self.last_epoch:
+            self.after.step()
+
+
+def test_a_scheduler_inside_a_scheduler_is_wound_back_too(tmp_path):
+    loop = FederatedLoop(FedAvg(), clients=2, local_steps=2, summary=False)
+    module = Scheduled(lambda optimizer: {"scheduler": Warmup(optimizer), "interval": "step"})
+    fit(trainer(tmp_path, loop, max_epochs=2, limit_val_batches=0), module, Data())
+    assert module.rates == pytest.approx([0.1, 0.05, 0.1, 0.05, 0.025, 0.0125, 0.025, 0.0125])
+
+
+def test_of_clients_with_equally_many_steps_the_one_with_the_lowest_number_decides():
+    module = Module()
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+    own = SimpleNamespace(lightning_module=module, optimizers=[optimizer], lr_scheduler_configs=[], callbacks=[])
+    made = client_optimizers.ClientOptimizers(own, FederatedLoop(FedAvg(), clients=3))
+    made.begin_round()
+    for client, steps, rate in ((2, 2, 0.2), (1, 3, 0.3), (0, 3, 0.4)):
+        optimizer.param_groups[0]["lr"] = rate
+        made.end_client(client, steps)
+    made.pool([((3, -1), {}), made.end, ((2, 0), {})])
+    optimizer.param_groups[0]["lr"] = 0.5
+    made.end_round()
+    assert optimizer.param_groups[0]["lr"] == 0.4
 
 
 def test_an_own_option_that_steps_change_is_refused(tmp_path):

@@ -182,6 +182,17 @@ def reason_of_hooks(module: pl.LightningModule) -> str:
     return ""
 
 
+def reason_of_optimizers(trainer: Any) -> str:
+    """The optimizer that keeps clients from stepping together, in words; empty if there is none."""
+    for optimizer in trainer.optimizers:
+        if not acts_elementwise(optimizer):
+            return (
+                f"the optimizer {type(optimizer).__name__} is not known to act on each number alone (if it does,"
+                " declare it with lightning_lowrank.federated.register_elementwise)"
+            )
+    return ""
+
+
 def unsupported_reason(trainer: Any, module: pl.LightningModule) -> str:
     """The setting that keeps clients from stepping together, in words; empty if there is none.
 
@@ -200,12 +211,9 @@ def unsupported_reason(trainer: Any, module: pl.LightningModule) -> str:
     shared = sharing_memory(module.named_parameters())
     if shared:
         return f"the parameters {' and '.join(shared[0])} lie in the same memory, which stacks of clients' do not"
-    for optimizer in trainer.optimizers:
-        if not acts_elementwise(optimizer):
-            return (
-                f"the optimizer {type(optimizer).__name__} is not known to act on each number alone (if it does,"
-                " declare it with lightning_lowrank.federated.register_elementwise)"
-            )
+    unknown = reason_of_optimizers(trainer)
+    if unknown:
+        return unknown
     if getattr(trainer.precision_plugin, "scaler", None) is not None:
         return "16-mixed precision scales the losses of all clients by one factor"
     for hook in _HOOKS:
