@@ -275,8 +275,7 @@ class FederatedLoop(FederatedSettings, Callback):
                 "there is no training loader to divide among clients: define train_dataloader() on the module or the"
                 " datamodule, or pass one to trainer.fit(model, train_dataloaders)."
             )
-        going_on = trainer.current_epoch > 0 and self._rounds is not None and self.server.base.module is pl_module
-        if not going_on:
+        if self._rounds is None or not self._rounds.go_on(trainer, pl_module):
             self._released |= self._has_released()
             self._forget()
             self.renew_seed()
@@ -381,7 +380,16 @@ class FederatedLoop(FederatedSettings, Callback):
         self._for_samples = any(isinstance(each, NeedsPoissonBatches) for each in trainer.callbacks)
         private = self._for_samples or self.privacy is not None
         if self._restored is not None:
+            # All of its state is the checkpoint's, also if the trainer has made a fit before.
+            self._rounds = None
             self._resume(self._restored)
+        elif self._progress.round_open:
+            raise MisconfigurationException(
+                f"the last fit with this trainer ended inside round {self._progress.round} by an error or interrupt,"
+                " and the round's start is not kept: continue from a checkpoint, by trainer.fit(..., ckpt_path=...), or"
+                " begin a new run from the module's weights with another Trainer. The callback OnExceptionCheckpoint"
+                " saves a checkpoint in such a case."
+            )
         # A real site may continue: it keeps its privacy accounting in a file.
         elif private and self._released and self._rounds is None and self.make_exchange is Coordinator:
             raise MisconfigurationException(
