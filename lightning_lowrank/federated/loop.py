@@ -293,8 +293,7 @@ class FederatedLoop(FederatedSettings, Callback):
         self._length = ScheduleLength(trainer, self._data)
         restore(self._length.install())
         enter(prepare_loading(self, trainer))
-        # A lambda: torch sets an attribute on the hook, and a deepcopy of the module must not copy this callback.
-        restore(pl_module.register_state_dict_post_hook(lambda *state: self._show_global_state(*state)).remove)
+        restore(pl_module.register_state_dict_post_hook(_StateHook(self._show_global_state)).remove)
         restore(pl_module.register_load_state_dict_pre_hook(refuse_other_shapes).remove)
 
     def _turns_of(self, trainer: pl.Trainer) -> ClientTurns:
@@ -633,3 +632,22 @@ class FederatedLoop(FederatedSettings, Callback):
         self._progress.load_state_dict(state["progress"])
         # Discard a plan that was made before the checkpoint was loaded.
         self._data.plan, self._data.resumed_chunks = None, state["chunks"]
+
+
+class _StateHook:
+    """A hook of a module's state dict. Copies and pickles of the module have one that does nothing."""
+
+    def __init__(self, show: Callable[..., None]) -> None:
+        self._show = show
+
+    def __call__(self, *state: Any) -> None:
+        """Show the global model in a state dict."""
+        self._show(*state)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Copy or pickle as a hook without a callback, which is not copied."""
+        return _StateHook, (_show_nothing,)
+
+
+def _show_nothing(*state: Any) -> None:
+    """Leave a state dict as it is."""
