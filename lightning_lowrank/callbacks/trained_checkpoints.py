@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from lightning_lowrank.arguments import Configured
 from lightning_lowrank.internals.lightning import check_namespace
 from lightning_lowrank.internals.peft import peft_parameters
+from lightning_lowrank.internals.replaced import StandIn
 from lightning_lowrank.internals.torch import digest_of, memory_fingerprint
 from lightning_lowrank.interop.checkpoints import TRAINED_CHECKPOINTS, restore_frozen
 from lightning_lowrank.layers import low_rank_layers
@@ -178,11 +179,11 @@ def _before_loading(module: Any, complete: Callable[[dict[str, Any]], None]) -> 
         own(checkpoint)
 
     def restore() -> None:
-        if attributes.get("on_load_checkpoint") is load:
+        if attributes.get("on_load_checkpoint") is stand_in:
             del attributes["on_load_checkpoint"]
             attributes.update(replaced)
 
-    attributes["on_load_checkpoint"] = load
+    stand_in = attributes["on_load_checkpoint"] = StandIn(module, "on_load_checkpoint", load)
     return restore
 
 

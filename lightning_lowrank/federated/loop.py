@@ -277,8 +277,7 @@ class FederatedLoop(FederatedSettings, Callback):
                 "there is no training loader to divide among clients: define train_dataloader() on the module or the"
                 " datamodule, or pass one to trainer.fit(model, train_dataloaders)."
             )
-        going_on = trainer.current_epoch > 0 and self._rounds is not None and self.server.base.module is pl_module
-        if not going_on:
+        if self._rounds is None or not self._rounds.go_on(trainer, pl_module):
             self._released |= self._has_released()
             self._forget()
             self.renew_seed()
@@ -296,8 +295,7 @@ class FederatedLoop(FederatedSettings, Callback):
         self._length = ScheduleLength(trainer, self._data)
         restore(self._length.install())
         enter(prepare_loading(self, trainer))
-        # A lambda: torch sets an attribute on the hook, and a deepcopy of the module must not copy this callback.
-        restore(pl_module.register_state_dict_post_hook(lambda *state: self._show_global_state(*state)).remove)
+        restore(pl_module.register_state_dict_post_hook(_StateHook(self._show_global_state)).remove)
         restore(pl_module.register_load_state_dict_pre_hook(refuse_other_shapes).remove)
 
     def _turns_of(self, trainer: pl.Trainer) -> ClientTurns:
@@ -383,7 +381,16 @@ class FederatedLoop(FederatedSettings, Callback):
         self._for_samples = any(isinstance(each, NeedsPoissonBatches) for each in trainer.callbacks)
         private = self._for_samples or self.privacy is not None
         if self._restored is not None:
+            # All of its state is the checkpoint's, also if the trainer has made a fit before.
+            self._rounds = None
             self._resume(self._restored)
+        elif self._progress.round_open:
+            raise MisconfigurationException(
+                f"the last fit with this trainer ended inside round {self._progress.round} by an error or interrupt,"
+                " and the round's start is not kept: continue from a checkpoint, by trainer.fit(..., ckpt_path=...), or"
+                " begin a new run from the module's weights with another Trainer. The callback OnExceptionCheckpoint"
+                " saves a checkpoint in such a case."
+            )
         # A real site may continue: it keeps its privacy accounting in a file.
         elif private and self._released and self._rounds is None and self.make_exchange is Coordinator:
             raise MisconfigurationException(
@@ -627,3 +634,22 @@ class FederatedLoop(FederatedSettings, Callback):
         self._progress.load_state_dict(state["progress"])
         # Discard a plan that was made before the checkpoint was loaded.
         self._data.plan, self._data.resumed_chunks = None, state["chunks"]
+
+
+class _StateHook:
+    """A hook of a module's state dict. Copies and pickles of the module have one that does nothing."""
+
+    def __init__(self, show: Callable[..., None]) -> None:
+        self._show = show
+
+    def __call__(self, *state: Any) -> None:
+        """Show the global model in a state dict."""
+        self._show(*state)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Copy or pickle as a hook without a callback, which is not copied."""
+        return _StateHook, (_show_nothing,)
+
+
+def _show_nothing(*state: Any) -> None:
+    """Leave a state dict as it is."""

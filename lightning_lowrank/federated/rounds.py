@@ -161,6 +161,12 @@ class Rounds(OfTheRun):
         state = self.exchange.states[client]
         return UnequalClients.of(self._algorithm).group_key(info), self._optimizers.key(client, state, round_number)
 
+    def go_on(self, trainer: Any, module: Any) -> bool:
+        """Whether a further fit of ``module`` continues these rounds."""
+        # After an error at the end of round 0 the trainer goes on with epoch 1, and its current_epoch is still 0.
+        ended = trainer is self._trainer and self._progress.client_steps > 0 and not self._progress.round_open
+        return module is self._module and (trainer.current_epoch > 0 or ended)
+
     def replace_optimizers(self) -> None:
         """Switch to optimizers and schedulers that the trainer has set up again.
 

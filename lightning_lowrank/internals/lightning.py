@@ -63,8 +63,9 @@ def overrides(listener: pl.Callback | pl.LightningModule | pl.LightningDataModul
     """
     kinds: tuple[type, ...] = (Callback, pl.LightningModule, pl.LightningDataModule)
     base = next(kind for kind in kinds if isinstance(listener, kind))
-    # A LambdaCallback has hooks as instance attributes.
-    return hook in vars(listener) or getattr(type(listener), hook, None) is not getattr(base, hook)
+    # A LambdaCallback has hooks as instance attributes, and a copy that was made inside a fit its own methods.
+    own = vars(listener).get(hook, getattr(type(listener), hook, None))
+    return getattr(own, "__func__", own) is not getattr(base, hook)
 
 
 def overridden_transfer(

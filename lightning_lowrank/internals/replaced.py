@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import AbstractContextManager
+from types import FunctionType, MethodType
 from typing import Any
+
+from torch import nn
 
 _MISSING = object()
 
@@ -11,7 +15,8 @@ _MISSING = object()
 def replaced(owner: Any, **attributes: Any) -> AbstractContextManager[None]:
     """A context in which attributes of an object are replaced; restores them exactly, also after an error.
 
-    An attribute that the object has from its class is deleted from the object again.
+    An attribute that the object has from its class is deleted from the object again. A copy or pickle of a module has
+    the module's own methods, and none of the functions that replace them.
 
     Example:
         >>> from types import SimpleNamespace
@@ -34,6 +39,8 @@ class _Replaced(AbstractContextManager[None]):
     def __enter__(self) -> None:
         self._before = {name: _own(self._owner, name) for name in self._attributes}
         for name, value in self._attributes.items():
+            if isinstance(self._owner, nn.Module) and isinstance(value, (FunctionType, MethodType)):
+                value = StandIn(self._owner, name, value)
             setattr(self._owner, name, value)
 
     def __exit__(self, *error: object) -> None:
@@ -43,6 +50,33 @@ class _Replaced(AbstractContextManager[None]):
             else:
                 # The caller may have deleted the attribute.
                 vars(self._owner).pop(name, None)
+
+
+class StandIn:
+    """A function in the place of a module's method. Copies and pickles of the module have the method that it replaces.
+
+    It has no table of attributes, so that a walk over a module's attributes does not reach the trainer through it.
+    """
+
+    __slots__ = ("__wrapped__", "_before", "_function", "_module", "_name")
+
+    def __init__(self, module: nn.Module, name: str, function: Callable[..., Any]) -> None:
+        self._module, self._name, self._function = module, name, function
+        self._before = vars(module).get(name, _MISSING)
+        # Lightning reads signatures there.
+        self.__wrapped__ = getattr(function, "__wrapped__", function)
+
+    def __call__(self, *arguments: Any, **keywords: Any) -> Any:
+        """Call the function."""
+        return self._function(*arguments, **keywords)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Copy or pickle as the method of the copy."""
+        return (getattr, (self._module, self._name)) if self._before is _MISSING else (_same, (self._before,))
+
+
+def _same(value: Any) -> Any:
+    return value
 
 
 def _own(owner: Any, name: str) -> Any:

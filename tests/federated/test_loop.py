@@ -500,6 +500,74 @@ def test_a_second_fit_goes_on(tmp_path):
     assert_same(weights(twice), weights(once))
 
 
+class Fails(Module):
+    """Fails in a hook of one epoch, until it is mended."""
+
+    def __init__(self, hook, epoch):
+        super().__init__(optimizer=MOMENTUM)
+        self.fails = (hook, epoch)
+
+    def fail(self, hook):
+        if self.fails == (hook, self.current_epoch):
+            raise LookupError("no luck")
+
+    def training_step(self, batch, batch_idx):
+        self.fail("training_step" if batch_idx else "")
+        return super().training_step(batch, batch_idx)
+
+    def on_validation_end(self):
+        self.fail("on_validation_end")
+
+    def on_train_epoch_end(self):
+        self.fail("on_train_epoch_end")
+
+
+def failed(tmp_path, module, **arguments):
+    """A trainer whose fit of a module has failed; the module is mended."""
+    arguments = {"max_epochs": 2, "limit_val_batches": 1, "num_sanity_val_steps": 0, **arguments}
+    fitted = trainer(tmp_path, loop(optimizer_state="keep", on_client_error="raise"), **arguments)
+    with pytest.raises(LookupError):
+        fit(fitted, module, Data())
+    module.fails = ()
+    return fitted
+
+
+@pytest.mark.parametrize("hook", ["on_validation_end", "on_train_epoch_end"])
+def test_a_fit_that_failed_after_the_first_round_goes_on(tmp_path, hook):
+    module, whole = Fails(hook, 0), Module(optimizer=MOMENTUM)
+    fitted = failed(tmp_path, module)
+    fit(fitted, module, Data())
+    once = trainer(tmp_path, loop(optimizer_state="keep"), max_epochs=2, limit_val_batches=0)
+    fit(once, whole, Data())
+    assert_same(weights(module), weights(whole))
+    for name in ("comm/total_bytes", "federated/client_steps"):
+        assert fitted.callback_metrics[name] == once.callback_metrics[name]
+
+
+def test_a_fit_that_failed_inside_a_round_does_not_go_on(tmp_path):
+    module = Fails("training_step", 1)
+    fitted = failed(tmp_path, module, limit_val_batches=0)
+    before = weights(module)
+    with pytest.raises(MisconfigurationException, match=r"round 1.*ckpt_path"):
+        fit(fitted, module, Data())
+    assert_same(weights(module), before)
+
+
+def test_a_fit_that_failed_inside_the_first_round_begins_anew(tmp_path):
+    module, whole = Fails("training_step", 0), Module(optimizer=MOMENTUM)
+    fit(failed(tmp_path, module, limit_val_batches=0, max_epochs=1), module, Data())
+    fit(trainer(tmp_path, loop(optimizer_state="keep"), max_epochs=1, limit_val_batches=0), whole, Data())
+    assert_same(weights(module), weights(whole))
+
+
+def test_a_trainer_resumes_from_a_checkpoint_of_its_own_fit(tmp_path):
+    module, every = Module(optimizer=MOMENTUM), ModelCheckpoint(tmp_path, "{epoch}", save_top_k=-1)
+    fitted = trainer(tmp_path, loop(optimizer_state="keep"), every, limit_val_batches=0)
+    whole = weights(fit(fitted, module, Data()))
+    fit(fitted, module, Data(), ckpt_path=tmp_path / "epoch=0.ckpt")
+    assert_same(weights(module), whole)
+
+
 class CountsRounds(FedAvg):
     """Keeps a number of rounds that `setup` begins with 0."""
 
