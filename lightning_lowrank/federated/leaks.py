@@ -38,7 +38,7 @@ from lightning_lowrank.internals.torch import (
     own_buffers,
     quantised_to_4_bits,
 )
-from lightning_lowrank.layers import low_rank_layers
+from lightning_lowrank.layers.layer import caches
 
 _MANY = 10_000
 """Largest number of entries with which a container is looked into."""
@@ -459,10 +459,8 @@ class _Attributes:
         common = ((key, value) for key, value in self._values.items() if key in present)
         found = {key[0] for key, before in common if _differs(before, present[key], key[0] in rewritten)}
         if not self._of_optimizers:
-            # Schedulers add attributes to optimizers, and layers of this package remember how to compute a shape.
-            layers = low_rank_layers(self._trainer.lightning_module)
-            ours = tuple(f"root._modules.{name.replace('.', '._modules.')}." for name, _ in layers)
-            found |= {name for name, _ in self._values.keys() ^ present.keys() if not name.startswith(ours)}
+            # Schedulers add attributes to optimizers.
+            found |= {name for name, _ in self._values.keys() ^ present.keys()}
         # Report the container rather than its entries.
         outer = (name for name in found if not any(name.startswith(f"{other}.") for other in found))
         return [as_code(name).split(".", 1)[1] for name in sorted(outer)]
@@ -479,9 +477,10 @@ class _Attributes:
     def _present(self) -> dict[tuple[str, type], Any]:
         """The present values of all watched attributes, by name and kind."""
         trainer, module = self._trainer, self._trainer.lightning_module
-        # Left out: schedulers and these optimizers, whose state is set at each client's start.
+        # Left out: schedulers and these optimizers, whose state is set at each client's start, and caches.
         schedulers = [config.scheduler for config in trainer.lr_scheduler_configs]
-        apart = {id(each) for each in (*module.parameters(), *module.buffers(), *trainer.optimizers, *schedulers)}
+        of_steps = (*module.parameters(), *module.buffers(), *trainer.optimizers, *schedulers)
+        apart = {id(each) for each in (*of_steps, *caches(module))}
         totals = (Metric, MetricCollection, Optimizer)
         items = list(reachable("root", self._root(), lambda item: id(item) in apart or isinstance(item, totals)))
         values: dict[tuple[str, type], Any] = {(name, object): each for name, each in plain_entries(items, _PLAIN)}

@@ -647,6 +647,27 @@ def test_what_low_rank_layers_remember_is_not_named():
         train(made(Counting), range(23), low_rank, loop)
 
 
+class OfTwoNames(Base):
+    """Has its network in an object for the loss too."""
+
+    def __init__(self):
+        super().__init__()
+        self.head = nn.ModuleDict({"model": self.net})
+
+
+class TotalsOfTwoNames(Totals, OfTwoNames):
+    pass
+
+
+@pytest.mark.parametrize("kind", [Base, OfTwoNames, Totals, TotalsOfTwoNames])
+def test_nothing_is_said_of_low_rank_layers_whatever_their_names(kind):
+    low_rank = LowRank(MatrixProduct(), rank=2, role="update", summary=False)
+    loop = FederatedLoop(FedAvg(), partition=FromIndices(PARTS), summary=False, on_client_error="raise")
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", message="training changes")
+        train(made(kind), range(23), low_rank, loop)
+
+
 class LargeTable(Base):
     """Reads a table that its steps change in place."""
 
