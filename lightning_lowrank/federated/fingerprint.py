@@ -32,6 +32,8 @@ from lightning_lowrank.internals.peft import is_base_change
 from lightning_lowrank.internals.replaced import replaced
 
 _LONGEST_LIST = 32
+_TENSOR = re.compile(r"tensor\([^()]*\)")
+_NUMBER = re.compile(r"-?\b(\d+(\.\d*)?(e[+-]?\d+)?|nan|inf)\b")
 _DEEPEST = 8
 _SPEED_ONLY = ("foreach", "fused", "capturable", "differentiable")
 _COUNT_OR_SHARE = ("clients_per_round", "limit_train_batches", "overfit_batches", "trainer.overfit_batches")
@@ -156,12 +158,18 @@ def _module(module: Any) -> dict[str, Any]:
     return {
         "trained": f"{len(trained)} parameters, digest {digest(trained)}",
         "hparams": describe(module.hparams),
-        # Remove memory addresses, which differ in each run, from default representations.
-        "layers": {
-            name: re.sub(" at 0x[0-9a-f]+", "", f"{type(layer).__name__}({layer.extra_repr()})")
-            for name, layer in layers.items()
-        },
+        "layers": {name: _layer(layer) for name, layer in layers.items()},
     }
+
+
+def _layer(layer: nn.Module) -> str:
+    text = layer.extra_repr()
+    holds = next(itertools.chain(layer.parameters(), layer.buffers()), None) is not None
+    if holds and not type(layer).extra_repr.__module__.startswith(("torch.nn.", "lightning_lowrank.")):
+        # Training changes the numbers of a text that shows the layer's tensors, as those of observers do.
+        text = _NUMBER.sub("", _TENSOR.sub("tensor", text))
+    # Remove memory addresses, which differ in each run, from default representations.
+    return re.sub(" at 0x[0-9a-f]+", "", f"{type(layer).__name__}({text})")
 
 
 def _optimizer(optimizer: torch.optim.Optimizer) -> dict[str, Any]:

@@ -14,7 +14,7 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NoReturn
 
 import lightning.pytorch as pl
 import numpy as np
@@ -39,7 +39,7 @@ from lightning_lowrank.internals.torch import (
     own_buffers,
     quantised_to_4_bits,
 )
-from lightning_lowrank.layers import low_rank_layers
+from lightning_lowrank.layers.layer import caches
 
 _MANY = 10_000
 """Largest number of entries with which a container is looked into."""
@@ -254,6 +254,15 @@ def refuse_frozen(changed: Sequence[str]) -> None:
         )
 
 
+def refuse_resized(name: str, before: Sequence[int], now: Sequence[int] | None) -> NoReturn:
+    """Raise because training steps have changed the shape of a buffer, or set it to None."""
+    raise MisconfigurationException(
+        f"training changes the buffer {name} from {list(before)} to {None if now is None else list(now)}, and clients"
+        " are averaged: keep its shape, or register it with persistent=False. If its first step sizes it, as that of a"
+        " quantisation observer does, call module(example) once before the fit."
+    )
+
+
 # Clients that train one after another
 
 
@@ -329,9 +338,7 @@ class Isolation:
     def begin_client(self) -> None:
         """Restore shared state before a client's first step, and start watching for changes."""
         self.put_back()
-        for buffer in self._sent:
-            # A failed client may have left another tensor in place of the buffer.
-            buffer.table[buffer.key] = buffer.tensor
+        self.abandon_client()
         if not self._module.automatic_optimization:
             self._module.zero_grad()
         is_first = self._to_watch == _WATCHED_CLIENTS
@@ -342,8 +349,7 @@ class Isolation:
     def end_client(self) -> None:
         """Copy assigned buffers in place, and refuse or record the client's other changes."""
         for buffer in self._sent:
-            if buffer.table.get(buffer.key) is not buffer.tensor:
-                buffer.fill()
+            buffer.fill()
         refuse_frozen(self._guard.changed())
         self._rewritten |= self._guard.rewritten
         if self._attributes is not None:
@@ -363,6 +369,11 @@ class Isolation:
             self.shadows += [name for name, shape in self._attributes.averages() if shape in shapes]
             self._to_watch -= 1
             self.watched += 1
+
+    def abandon_client(self) -> None:
+        """Give the module its buffers of the state dict back, which a failed client may have replaced or resized."""
+        for buffer in self._sent:
+            buffer.put_back()
 
     def _new_buffers(self) -> list[str]:
         """Names of the buffers outside of the state dict that got their first value in a client's steps.
@@ -388,33 +399,46 @@ class Isolation:
     def put_back(self) -> None:
         """Restore the initial values of buffers outside of the state dict."""
         for buffer, value in self._not_sent:
-            if buffer.table.get(buffer.key) is not buffer.tensor or memory_fingerprint(buffer.tensor) != buffer.version:
-                buffer.table[buffer.key] = buffer.tensor.copy_(value)
+            if not buffer.is_in_place or memory_fingerprint(buffer.tensor) != buffer.version:
+                buffer.put_back()
+                buffer.tensor.copy_(value)
                 buffer.version = memory_fingerprint(buffer.tensor)
 
 
 @dataclass
 class _Buffer:
-    """A buffer with its version counter, and the table in which its module keeps it."""
+    """A buffer with its shape and version counter, and the table in which its module keeps it."""
 
     name: str
     table: MutableMapping[str, Any]
     key: str
     tensor: Tensor
+    shape: torch.Size
     version: tuple[int, int]
     persistent: bool
 
+    @property
+    def is_in_place(self) -> bool:
+        """Whether the module has the original tensor, in its original shape."""
+        return self.table.get(self.key) is self.tensor and self.tensor.shape == self.shape
+
+    def put_back(self) -> None:
+        """Give the module the original tensor back; if a step has resized it, with undefined numbers."""
+        self.table[self.key] = self.tensor
+        if self.tensor.shape != self.shape:
+            self.tensor.data = self.tensor.data.new_empty(self.shape)
+
     @torch.no_grad()
     def fill(self) -> None:
-        """Copy the tensor that a step assigned into the original buffer."""
+        """Copy a tensor that a step assigned into the original buffer, and refuse another shape."""
+        if self.is_in_place:
+            return
         assigned = self.table.get(self.key)
-        if not isinstance(assigned, Tensor) or assigned.shape != self.tensor.shape:
-            found = "None" if assigned is None else str(list(assigned.shape))
-            raise MisconfigurationException(
-                f"training changes the buffer {self.name} from {list(self.tensor.shape)} to {found}, and clients"
-                " are averaged: keep its shape, or register it with persistent=False."
-            )
-        self.table[self.key] = self.tensor.copy_(assigned)
+        shape = assigned.shape if isinstance(assigned, Tensor) else None
+        self.put_back()
+        if assigned is None or shape != self.shape:
+            refuse_resized(self.name, self.shape, shape)
+        self.tensor.copy_(assigned)
 
 
 def _buffers(module: nn.Module) -> Iterator[_Buffer]:
@@ -425,7 +449,7 @@ def _buffers(module: nn.Module) -> Iterator[_Buffer]:
         for key, tensor in table.items():
             if tensor is not None and not is_base_change(key) and not f"{prefix}.".startswith(metrics):
                 name, version = f"{prefix}.{key}".lstrip("."), memory_fingerprint(tensor)
-                yield _Buffer(name, table, key, tensor, version, is_persistent(part, key))
+                yield _Buffer(name, table, key, tensor, tensor.shape, version, is_persistent(part, key))
 
 
 class _Attributes:
@@ -448,10 +472,8 @@ class _Attributes:
         common = ((key, value) for key, value in self._values.items() if key in present)
         found = {key[0] for key, before in common if _differs(before, present[key], key[0] in rewritten)}
         if not self._of_optimizers:
-            # Schedulers add attributes to optimizers, and layers of this package remember how to compute a shape.
-            layers = low_rank_layers(self._trainer.lightning_module)
-            ours = tuple(f"root._modules.{name.replace('.', '._modules.')}." for name, _ in layers)
-            found |= {name for name, _ in self._values.keys() ^ present.keys() if not name.startswith(ours)}
+            # Schedulers add attributes to optimizers.
+            found |= {name for name, _ in self._values.keys() ^ present.keys()}
         # Report the container rather than its entries.
         outer = (name for name in found if not any(name.startswith(f"{other}.") for other in found))
         return [as_code(name).split(".", 1)[1] for name in sorted(outer)]
@@ -468,9 +490,9 @@ class _Attributes:
     def _present(self) -> dict[tuple[str, type], Any]:
         """The present values of all watched attributes, by name and kind."""
         trainer, module = self._trainer, self._trainer.lightning_module
-        # Left out: schedulers and these optimizers, whose state is set at each client's start.
-        schedulers = schedulers_of(trainer)
-        apart = {id(each) for each in (*module.parameters(), *module.buffers(), *trainer.optimizers, *schedulers)}
+        # Left out: schedulers and these optimizers, whose state is set at each client's start, and caches.
+        of_steps = (*module.parameters(), *module.buffers(), *trainer.optimizers, *schedulers_of(trainer))
+        apart = {id(each) for each in (*of_steps, *caches(module))}
         totals = (Metric, MetricCollection, Optimizer)
         items = list(reachable("root", self._root(), lambda item: id(item) in apart or isinstance(item, totals)))
         values: dict[tuple[str, type], Any] = {(name, object): each for name, each in plain_entries(items, _PLAIN)}

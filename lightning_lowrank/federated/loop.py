@@ -348,13 +348,15 @@ class FederatedLoop(FederatedSettings, Callback):
 
     def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
         """Restore the last global model in the module, and the trainer."""
-        name_full_disk(exception, trainer)
-        if self._data is not None:
-            self._data.stop()
-        if self._rounds is not None:
-            self._rounds.abandon()
-            warn_of_changed_base(self.algorithm, self.server.base)
-        self._restore.close()
+        try:
+            name_full_disk(exception, trainer)
+            if self._data is not None:
+                self._data.stop()
+            if self._rounds is not None:
+                self._rounds.abandon()
+                warn_of_changed_base(self.algorithm, self.server.base)
+        finally:
+            self._restore.close()
 
     def _on_divided(self, indices: ClientIndices, labels: torch.Tensor | None) -> None:
         if self.summary and (self._processes is None or self._processes.is_global_zero):

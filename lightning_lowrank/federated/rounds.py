@@ -341,6 +341,7 @@ class Rounds(OfTheRun):
         self._progress.client_steps += self._local.client_steps if self._local.drop() else 0
         leave_step(self._trainer)
         self.execution.flags.restore()
+        self._isolation.abandon_client()
         self.execution.abandon()
         self._optimizers.give_back()
         self._progress.chunk_open = False
@@ -478,6 +479,7 @@ class Rounds(OfTheRun):
         self._optimizers.give_back()
         if self._progress.round_open and self.execution.live:
             self.execution.flags.restore()
+            self._isolation.abandon_client()
             self.execution.abandon()
 
     def figures(self) -> dict[str, float]:

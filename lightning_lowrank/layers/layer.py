@@ -140,7 +140,7 @@ class LowRankLayer(nn.Module):
     train_base: bool
     _contracted: dict[tuple[Any, ...], bool]
     _written: bool = False
-    _watched_reads: Iterator[int]
+    _watched_reads: list[None]
     _merged_of: dict[int, int]
 
     def __init__(self, *arguments: object, **keywords: object) -> None:
@@ -236,8 +236,8 @@ class LowRankLayer(nn.Module):
         layer.trainable, layer.train_base = weight.requires_grad, settings.train_base
         layer.folded = False
         layer._contracted, layer._merged_of = {}, {}
-        # A number that steps change keeps clients from stepping together.
-        layer._watched_reads = iter(range(_COMPARED_READS))
+        # Not a number, which steps of clients together may not change, and no iterator, which no trial can restore.
+        layer._watched_reads = [None] * _COMPARED_READS
         if layer.compute == "contracted" and not layer._can_contract():
             raise ValueError(
                 f'compute="contracted" is not possible: {factorization!r} has no contracted form for a '
@@ -318,7 +318,8 @@ class LowRankLayer(nn.Module):
         if not torch.compiler.is_compiling() and type(found) is Tensor:
             values = None
             compares = not is_transformed(found) and not found.is_meta
-            if compares and next(self._watched_reads, None) is not None:
+            if compares and self._watched_reads:
+                self._watched_reads.pop()
                 values = found.detach().clone()
             # A view shares the version counter, and keeps it readable after the tensor is freed.
             finalize(found, _note_writing, ref(self), found.detach(), version_of(found), values)
@@ -770,6 +771,12 @@ def low_rank_layers(model: nn.Module, tied: bool = True) -> Iterator[tuple[str, 
         if isinstance(module, LowRankLayer) and (tied or module.factors not in seen):
             seen.add(module.factors)
             yield name, module
+
+
+def caches(model: nn.Module) -> list[Any]:
+    """The containers in which a model's low-rank layers remember what a later result does not depend on."""
+    layers = [layer for _, layer in low_rank_layers(model)]
+    return [each for layer in layers for each in (layer._contracted, layer._merged_of, layer._watched_reads)]
 
 
 def keep_frozen(model: nn.Module) -> None:

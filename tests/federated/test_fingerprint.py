@@ -50,7 +50,7 @@ from lightning_lowrank.aggregation import KeepsArrivals
 from lightning_lowrank.arguments import recorded_arguments
 from lightning_lowrank.compression import Half, LowRankCodec, Quantize, RandomK, Sign, TopK
 from lightning_lowrank.federated import Algorithm
-from lightning_lowrank.federated.fingerprint import describe, differences, flatten
+from lightning_lowrank.federated.fingerprint import _layer, describe, differences, flatten
 from lightning_lowrank.federated.settings import FederatedSettings
 from lightning_lowrank.layers import LowRankSettings
 from tests.algorithms.methods import LOW_RANK, METHODS, each_method
@@ -477,6 +477,30 @@ def test_a_change_outside_of_the_loop(tmp_path, begun_outside, case):
     settings = {"partition": FromIndices([range(20), range(20, 50), range(50, 70), range(70, 90)])}
     resumed = partial(run, tmp_path, settings, checkpoint=folder / "epoch=0.ckpt", **given)
     assert check_change(name, expected, resumed) == "refused"
+
+
+class Temperature(nn.Module):
+    """Shows its values, as torch's observers do."""
+
+    def __init__(self, kind="soft"):
+        super().__init__()
+        self.kind = kind
+        self.t = nn.Parameter(torch.ones(()))
+        self.register_buffer("range", torch.tensor([-math.inf, 1.0]))
+
+    def extra_repr(self):
+        return f"kind={self.kind}, t={self.t.item():.4f}, small={1e-8 * self.t.item()}, range={self.range}"
+
+
+def test_values_that_a_layer_shows_are_no_part_of_its_description():
+    layer = Temperature()
+    before = _layer(layer)
+    layer.t.data.fill_(-2.5)
+    layer.range = torch.tensor([math.nan, 1e-9, 3.0])
+    assert _layer(layer) == before
+    assert _layer(Temperature("hard")) != before
+    assert _layer(nn.Linear(3, 4)) != _layer(nn.Linear(3, 5))
+    assert _layer(nn.Dropout(0.1)) != _layer(nn.Dropout(0.2))
 
 
 @pytest.mark.slow

@@ -20,7 +20,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from torchmetrics import MeanMetric, MetricCollection
 
 from lightning_lowrank import FedAvg, FederatedLoop, FromIndices, LowRank, MaskAbsentClasses, MatrixProduct
-from lightning_lowrank.federated import carried_values, client_optimizers, leaks
+from lightning_lowrank.federated import carried_values, client_optimizers, leaks, rounds
 from lightning_lowrank.internals.torch import TorchDispatchMode
 from lightning_lowrank.testing.experiment import blobs
 from tests.helpers import SaveEachStep, lightnings_own
@@ -647,6 +647,27 @@ def test_what_low_rank_layers_remember_is_not_named():
         train(made(Counting), range(23), low_rank, loop)
 
 
+class OfTwoNames(Base):
+    """Has its network in an object for the loss too."""
+
+    def __init__(self):
+        super().__init__()
+        self.head = nn.ModuleDict({"model": self.net})
+
+
+class TotalsOfTwoNames(Totals, OfTwoNames):
+    pass
+
+
+@pytest.mark.parametrize("kind", [Base, OfTwoNames, Totals, TotalsOfTwoNames])
+def test_nothing_is_said_of_low_rank_layers_whatever_their_names(kind):
+    low_rank = LowRank(MatrixProduct(), rank=2, role="update", summary=False)
+    loop = FederatedLoop(FedAvg(), partition=FromIndices(PARTS), summary=False, on_client_error="raise")
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", message="training changes")
+        train(made(kind), range(23), low_rank, loop)
+
+
 class LargeTable(Base):
     """Reads a table that its steps change in place."""
 
@@ -772,6 +793,54 @@ def test_a_buffer_that_changes_its_shape_is_refused():
         federated(Growing)
 
 
+class Sized(Base):
+    """Centres inputs by a buffer that its first step resizes in place, as quantisation observers do."""
+
+    error = None
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("mean", torch.empty(0))
+
+    def training_step(self, batch, batch_idx):
+        if not self.mean.numel():
+            self.mean.resize_(batch[0].shape[1]).copy_(batch[0].mean(0))
+        if self.error is not None:
+            raise self.error
+        return super().training_step((batch[0] - self.mean, batch[1]), batch_idx)
+
+
+class FailsAsItIsSized(Sized):
+    error = RuntimeError("the step's own error")
+
+
+class SizedAndUnsaved(Sized):
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("mean", torch.empty(0), persistent=False)
+
+
+@pytest.mark.parametrize("execution", ["sequential", "vectorized"])
+def test_a_buffer_that_is_resized_in_place_is_refused(execution):
+    module = made(Sized)
+    loop = FederatedLoop(FedAvg(), partition=FromIndices(PARTS), summary=False, seed=0, execution=execution)
+    with pytest.raises(MisconfigurationException, match=r"mean from \[0\] to \[\d\].*module\(example\)"):
+        train(module, range(23), loop)
+    assert module.mean.shape == (0,)
+    # The module is no longer the loop's: a plain fit trains what its state dict shows.
+    train(module, range(4))
+    assert torch.equal(module.state_dict()["net.weight"], module.net.weight)
+
+
+def test_a_step_that_resizes_a_buffer_and_fails_raises_its_own_error():
+    with pytest.raises(RuntimeError, match="own error"):
+        federated(FailsAsItIsSized, on_client_error="raise")
+
+
+def test_a_resized_buffer_outside_of_the_state_dict_begins_anew():
+    torch.testing.assert_close(federated(SizedAndUnsaved).state_dict(), expected(SizedAndUnsaved))
+
+
 @pytest.mark.parametrize("kind", [UnsetAndSaved, RegisteredAndSaved])
 def test_a_saved_buffer_that_a_step_sets_first_is_refused(kind):
     with pytest.raises(MisconfigurationException, match=r"buffers mean .*__init__.*persistent=False"):
@@ -797,6 +866,18 @@ def test_complex_tensors_are_refused():
 
     with pytest.raises(MisconfigurationException, match=r"torch\.view_as_real"):
         federated(Complex)
+
+
+def test_the_module_is_given_back_if_its_values_cannot_be(monkeypatch):
+    def fail(rounds):
+        raise RuntimeError("no global model")
+
+    monkeypatch.setattr(rounds.Rounds, "abandon", fail)
+    module = made(FailsAsItIsSized)
+    loop = FederatedLoop(FedAvg(), partition=FromIndices(PARTS), summary=False, on_client_error="raise")
+    with pytest.raises(RuntimeError, match="no global model"):
+        train(module, range(23), loop)
+    assert not module._state_dict_hooks
 
 
 def test_the_module_gets_its_own_methods_back():

@@ -82,7 +82,8 @@ def _restore_of_tensor(tensor: Tensor, copied: bool) -> Callable[[], None]:
     def restore() -> None:
         if copy is not None and not torch.equal(data, copy):
             data.copy_(copy)
-        if tensor.layout is torch.strided and tensor.data_ptr() != data.data_ptr():
+        is_moved = tensor.layout is torch.strided and tensor.data_ptr() != data.data_ptr()
+        if is_moved or tensor.shape != data.shape:
             tensor.data = data
         if tensor.is_leaf:
             tensor.requires_grad_(required)

@@ -31,6 +31,7 @@ from lightning_lowrank.federated.execution.why_not import (
     steps_are_observed,
 )
 from lightning_lowrank.federated.failures import ClientsFailed, errors_of
+from lightning_lowrank.federated.leaks import refuse_resized
 from lightning_lowrank.federated.protocols import UnequalClients, inherits
 from lightning_lowrank.federated.state import ClientContext, State, slice_tree, stack_trees
 from lightning_lowrank.internals.peft import is_base_change
@@ -279,6 +280,9 @@ class Vectorized(Execution):
     def close(self) -> dict[int, Exception]:
         """Send the clients' messages, and keep their moments."""
         assert self._stack is not None
+        for name in self.base.initial_buffers:
+            if self._stack.values[name].shape[1:] != self.live[name].shape:
+                refuse_resized(name, self.live[name].shape, self._stack.values[name].shape[1:])
         self._count_steps()
         self._stack.fold()
         self._keep_moments(0)
