@@ -23,7 +23,7 @@ from torchmetrics import Metric, MetricCollection
 
 from lightning_lowrank.arguments import join_names
 from lightning_lowrank.federated.execution.snapshot import Snapshot
-from lightning_lowrank.federated.leaks import names_of_lightning, reachable, schedulers_of
+from lightning_lowrank.federated.leaks import names_of_lightning, reachable, set_for_clients
 from lightning_lowrank.federated.state import trained_tensors
 from lightning_lowrank.internals.advance import loss_of
 from lightning_lowrank.internals.lightning import overrides, with_counter
@@ -48,8 +48,7 @@ class CarriedValues:
         self._trainer, self._module, self._own_step = trainer, trainer.lightning_module, step
         self._root = vars(self._module)
         module = self._module
-        schedulers = schedulers_of(trainer)
-        apart = {id(each) for each in (*module.parameters(), *module.buffers(), *trainer.optimizers, *schedulers)}
+        apart = set(map(id, set_for_clients(trainer)))
         kinds = (Metric, MetricCollection, Optimizer)
         items = reachable("self", module, lambda item: id(item) in apart or isinstance(item, kinds))
         self._containers: list[tuple[Any, Any]] = []

@@ -142,7 +142,7 @@ class ClientOptimizers:
         self._trainer = trainer
         # Copies of the trainer's lists, which may be changed in place.
         self._optimizers: Sequence[Optimizer] = [*trainer.optimizers]
-        self._known = [*trainer.optimizers, *(config.scheduler for config in trainer.lr_scheduler_configs)]
+        self._known = _set_up(trainer)
         manual = not module.automatic_optimization
         self._by_round = [] if manual else [each for each in trainer.lr_scheduler_configs if each.interval != "step"]
         self._schedulers: list[Any] = []
@@ -178,8 +178,7 @@ class ClientOptimizers:
 
     def are_present(self) -> bool:
         """Whether the trainer has no other optimizers and schedulers than these."""
-        trainer = self._trainer
-        present = [*trainer.optimizers, *(config.scheduler for config in trainer.lr_scheduler_configs)]
+        present = _set_up(self._trainer)
         return len(present) == len(self._known) and all(map(operator.is_, present, self._known))
 
     def follow(self, before: ClientOptimizers, states: ClientStates) -> None:
@@ -496,6 +495,11 @@ class _Attributes:
                 vars(optimizer).update(copied)
             if state:
                 optimizer.state.update(self._copied(optimizer, state))
+
+
+def _set_up(trainer: Any) -> list[Any]:
+    """The trainer's optimizers and schedulers."""
+    return [*trainer.optimizers, *(config.scheduler for config in trainer.lr_scheduler_configs)]
 
 
 def _own(optimizer: Optimizer) -> Iterator[tuple[str, Any]]:

@@ -164,6 +164,12 @@ def schedulers_of(trainer: Any) -> list[Any]:
     return list(found.values())
 
 
+def set_for_clients(trainer: Any) -> list[Any]:
+    """The objects that the loop sets at each client's start: tensors of the module, optimizers and schedulers."""
+    module = trainer.lightning_module
+    return [*module.parameters(), *module.buffers(), *trainer.optimizers, *schedulers_of(trainer)]
+
+
 def is_foreign(kind: type) -> bool:
     """Whether objects of a class belong to a trainer, to data or to the run, and not to the user's module."""
     known = _IS_FOREIGN.get(kind)
@@ -491,8 +497,7 @@ class _Attributes:
         """The present values of all watched attributes, by name and kind."""
         trainer, module = self._trainer, self._trainer.lightning_module
         # Left out: schedulers and these optimizers, whose state is set at each client's start, and caches.
-        of_steps = (*module.parameters(), *module.buffers(), *trainer.optimizers, *schedulers_of(trainer))
-        apart = {id(each) for each in (*of_steps, *caches(module))}
+        apart = {id(each) for each in (*set_for_clients(trainer), *caches(module))}
         totals = (Metric, MetricCollection, Optimizer)
         items = list(reachable("root", self._root(), lambda item: id(item) in apart or isinstance(item, totals)))
         values: dict[tuple[str, type], Any] = {(name, object): each for name, each in plain_entries(items, _PLAIN)}

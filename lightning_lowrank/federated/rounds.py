@@ -340,11 +340,15 @@ class Rounds(OfTheRun):
         # Steps of a client that fails at its end have been counted already.
         self._progress.client_steps += self._local.client_steps if self._local.drop() else 0
         leave_step(self._trainer)
+        self._abandon_chunk()
+        self._optimizers.give_back()
+        self._progress.chunk_open = False
+
+    def _abandon_chunk(self) -> None:
+        """Give the module what its clients have changed back: flags, buffers and the global model."""
         self.execution.flags.restore()
         self._isolation.abandon_client()
         self.execution.abandon()
-        self._optimizers.give_back()
-        self._progress.chunk_open = False
 
     def _open(self, chunk: Chunk) -> Chunk:
         """Have a chunk's clients begin; return the chunk of the clients that did not fail."""
@@ -478,9 +482,7 @@ class Rounds(OfTheRun):
         """After an error: restore the last global model and the optimizers' options."""
         self._optimizers.give_back()
         if self._progress.round_open and self.execution.live:
-            self.execution.flags.restore()
-            self._isolation.abandon_client()
-            self.execution.abandon()
+            self._abandon_chunk()
 
     def figures(self) -> dict[str, float]:
         """The round's logged figures."""
