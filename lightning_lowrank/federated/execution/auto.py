@@ -44,7 +44,7 @@ from lightning_lowrank.internals.replaced import replaced
 from lightning_lowrank.internals.torch import synchronize
 
 _KINDS: dict[str, type[Execution]] = {kind.name: kind for kind in (Sequential, Vectorized)}
-_TRIED_STEPS, _SETTLED_STEPS = 6, 3
+_TRIED_STEPS = 6
 _FEWEST_TOGETHER = 2
 _WORTH_CHANNELS_LAST = 0.95
 """Share of a step's time that is to be reached for it: less of a gain may be chance."""
@@ -279,13 +279,13 @@ def time_alone(
     clients = chunk.clients[:_TRIED_STEPS]
     with trial(trainer, loader, Chunk(clients, (1,) * len(clients)), _TRIED_STEPS, stacked=False) as (_, alone):
         if not channels_last:
-            return _settled(_seconds(trainer, module, alone, lambda step: None))
+            return statistics.fmean(_seconds(trainer, module, alone, lambda step: None))
         layout = ChannelsLast(module)
         if not any(map(layout.changes, alone)):
             return None
         step = functools.wraps(module.training_step)(layout.step(module.training_step))
         with replaced(module, training_step=step):
-            return _settled(_seconds(trainer, module, alone, lambda step: None))
+            return statistics.fmean(_seconds(trainer, module, alone, lambda step: None))
 
 
 def time_both(
@@ -308,7 +308,10 @@ def time_both(
         MisconfigurationException: If the training step cannot be mapped over clients or leaves values that code outside
             of it may read, or the module holds an object that cannot be restored.
     """
-    with trial(trainer, loader, chunk, _TRIED_STEPS) as (together, alone):
+    # Of a long chunk, as many clients are active in each part of the trial as in the same part of the chunk.
+    steps = min(chunk.steps, _TRIED_STEPS)
+    chunk = Chunk(chunk.clients, tuple(-(-batches * steps // chunk.steps) for batches in chunk.batches))
+    with trial(trainer, loader, chunk, steps) as (together, alone):
         count = len(chunk.clients)
         # These steps are compiled for the trial only: the fit compiles again, with the method's objective.
         compiled = CompiledSteps(module, count, loader.batch_size, None, silent=True) if compiles else None
@@ -330,13 +333,7 @@ def time_both(
                     " execution='vectorized')"
                 )
         one_by_one = _seconds(trainer, module, alone, lambda step: None)
-    together = [seconds / chunk.active(step) for step, seconds in enumerate(in_chunk)]
-    return _settled(one_by_one), _settled(together)
-
-
-def _settled(times: Sequence[float]) -> float:
-    """The median time of the last steps: the first ones include tracing of graphs."""
-    return statistics.median(times[-_SETTLED_STEPS:])
+    return statistics.fmean(one_by_one), sum(in_chunk) / sum(chunk.batches)
 
 
 def _seconds(
@@ -346,12 +343,12 @@ def _seconds(
     before: Callable[[int], None],
     gradients: Callable[[Any, int], Any] = lambda *arguments: None,
 ) -> list[float]:
-    times = []
+    """The seconds of the step of each batch, the faster of two runs."""
+    times = [math.inf] * len(batches)
     device = trainer.strategy.root_device
     takes_index = is_param_in_hook_signature(module.training_step, "batch_idx", min_args=2)
-    # The first batch is run twice, because the first run includes one-time setup.
-    for index, batch in enumerate([batches[0], *batches]):
-        number = max(0, index - 1)
+    # Each batch is run twice: the first run may include setup, such as the compilation of a step of fewer clients.
+    for number, batch in [(number, batch) for number, batch in enumerate(batches) for _ in range(2)]:
         before(number)
         # Operations on a device are asynchronous.
         synchronize(device)
@@ -364,5 +361,5 @@ def _seconds(
                 loss_of(output).backward()
         optimizer.step()
         synchronize(device)
-        times.append(time.perf_counter() - begin)
-    return times[1:]
+        times[number] = min(times[number], time.perf_counter() - begin)
+    return times

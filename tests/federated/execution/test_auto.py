@@ -183,6 +183,16 @@ def test_both_ways_are_timed_without_a_trace(tmp_path, monkeypatch):
     assert min(seen[0]) > 0
 
 
+@pytest.mark.parametrize(("batch_size", "client_steps"), [(8, 1 + 6 + 3 + 5 + 1), (4, 2 + 6 + 4 + 5 + 1)])
+def test_the_trial_counts_a_step_once_for_each_client_that_makes_it(tmp_path, monkeypatch, batch_size, client_steps):
+    seen = []
+    monkeypatch.setattr(auto, "_seconds", lambda trainer, module, batches, *given: [1.0] * len(batches))
+    monkeypatch.setattr(auto, "time_both", lambda *arguments: seen.append(time_both(*arguments)) or seen[-1])
+    # With batches of 4 samples, clients have 2, 11, 6, 9 and 1 batches, and the trial six elevenths of them.
+    run(tmp_path, "auto", data=Double(batch_size=batch_size), trainer={"max_epochs": 1})
+    assert seen == [(1.0, pytest.approx(6 / client_steps))]
+
+
 class Recording(Module):
     """Leaves whatever a training step can leave on a module."""
 
