@@ -58,7 +58,7 @@ from lightning_lowrank.cli.suggestions import with_suggestions
 from lightning_lowrank.extras import how_to_install
 from lightning_lowrank.federated.checks import check_callbacks, static_batch_norm_advice, why_trained_set_is_fixed
 from lightning_lowrank.federated.loop import FederatedLoop
-from lightning_lowrank.federated.safe_files import WholeCheckpoints, check_folders, check_whole
+from lightning_lowrank.federated.safe_files import WholeCheckpoints, check_folders, check_whole, local_path
 from lightning_lowrank.internals.cli import SubcommandCLI
 
 JSONARGPARSE = SpecifierSet(">=4.52,<5")
@@ -141,18 +141,27 @@ def _section(config: Namespace) -> Namespace:
     return config.get(str(config.get("subcommand")), config)
 
 
+def _resolved(path: str | Path) -> str:
+    """A path without ``~`` and ``file://``, which Lightning's loggers, checkpoints and trainer read differently."""
+    return str(local_path(path) or path)
+
+
 def _write_below_root(trainer: Namespace) -> None:
-    """Put the relative folders of loggers and callbacks below ``default_root_dir``, if one is given."""
+    """Put the relative folders of loggers and callbacks below ``default_root_dir``, if given, and resolve ``~``."""
     root = trainer.get("default_root_dir")
-    if not root:
-        return
+    if root:
+        root = trainer["default_root_dir"] = _resolved(root)
     for part, argument in (("logger", "save_dir"), ("callbacks", "dirpath")):
         given = trainer.get(part)
         for each in given if isinstance(given, list) else [given]:
             folder = each.get(f"init_args.{argument}") if isinstance(each, Namespace) else None
+            if not folder:
+                continue
+            folder = _resolved(folder)
             # In a saved configuration the folder already begins with the root.
-            if folder and "://" not in str(folder) and not Path(folder).is_relative_to(root):
-                each[f"init_args.{argument}"] = str(Path(root, folder))
+            if root and "://" not in folder and not Path(folder).is_relative_to(root):
+                folder = os.path.join(root, folder)
+            each[f"init_args.{argument}"] = folder
 
 
 class _RecipeFile(ActionConfigFile):
@@ -316,8 +325,10 @@ class LowRankCLI(SubcommandCLI):
         if self.quiet:
             only_warnings()
         # Check the file now, because Lightning next reads the hyperparameters in it.
-        if section.get("ckpt_path") and Path(section["ckpt_path"]).is_file():
-            check_whole(section["ckpt_path"])
+        if section.get("ckpt_path"):
+            section["ckpt_path"] = _resolved(section["ckpt_path"])
+            if Path(section["ckpt_path"]).is_file():
+                check_whole(section["ckpt_path"])
         seeds = section.get("seeds")
         if seeds is None:
             return

@@ -16,6 +16,7 @@ from lightning.pytorch.loggers import CSVLogger
 
 from lightning_lowrank.arguments import escape_formula, printable
 from lightning_lowrank.federated.data.indices import ClientIndices
+from lightning_lowrank.federated.safe_files import local_path
 from lightning_lowrank.layers.layer import low_rank_layers
 from lightning_lowrank.run_metadata import read_metadata, replaces, software, write_metadata
 
@@ -26,8 +27,14 @@ CLIENT_TABLES = {"validate": "clients.csv", "test": "clients_test.csv"}
 _WRITTEN: WeakSet[CSVLogger] = WeakSet()
 
 
+def _folders(trainer: pl.Trainer) -> dict[CSVLogger, Path]:
+    """The folder of each `CSVLogger` on this machine; none in processes that do not write."""
+    loggers = [each for each in trainer.loggers if isinstance(each, CSVLogger)] if trainer.is_global_zero else []
+    return {logger: folder for logger in loggers if (folder := local_path(logger.log_dir)) is not None}
+
+
 class RunMetadata:
-    """Writes the metadata of a fit into the folder of each `CSVLogger`.
+    """Writes the metadata of a fit into the folder of each `CSVLogger`, unless that is a URL.
 
     A fit that continues with the same logger, whose metrics then hold the rounds before, counts from their first one.
 
@@ -37,15 +44,15 @@ class RunMetadata:
     """
 
     def __init__(self, trainer: pl.Trainer, indices: ClientIndices | None) -> None:
-        loggers = [logger for logger in trainer.loggers if isinstance(logger, CSVLogger)]
-        self._folders = [Path(logger.log_dir) for logger in loggers] if trainer.is_global_zero else []
+        folders = _folders(trainer)
+        self._folders = list(folders.values())
         self._earlier = {
             folder: earlier
-            for logger, folder in zip(loggers, self._folders, strict=False)
+            for logger, folder in folders.items()
             if logger in _WRITTEN
             and (earlier := read_metadata(folder)).get("first_round", [math.inf])[0] <= trainer.current_epoch
         }
-        _WRITTEN.update(loggers)
+        _WRITTEN.update(folders)
         self._began = time.perf_counter()
         parameters = list(trainer.lightning_module.parameters())
         self._metadata: dict[str, float | list[float] | dict[str, str]] = {
@@ -87,7 +94,7 @@ def write_client_table(
     columns: Mapping[str, Mapping[int, float]],
     names: Sequence[str | int] | None,
 ) -> None:
-    """Write a table of the evaluated clients, one row each, into the folder of each `CSVLogger`.
+    """Write a table of the evaluated clients, one row each, into the folder of each `CSVLogger`, unless that is a URL.
 
     Args:
         trainer: The trainer.
@@ -96,8 +103,8 @@ def write_client_table(
         columns: Each client's figures, by name.
         names: The clients' names.
     """
-    folders = [Path(logger.log_dir) for logger in trainer.loggers if isinstance(logger, CSVLogger)]
-    if not (folders and trainer.is_global_zero):
+    folders = _folders(trainer)
+    if not folders:
         return
     rows = [
         [
@@ -107,7 +114,7 @@ def write_client_table(
         ]
         for client, count in samples.items()
     ]
-    for folder in folders:
+    for folder in folders.values():
         folder.mkdir(parents=True, exist_ok=True)
         name = CLIENT_TABLES[stage]
         with (

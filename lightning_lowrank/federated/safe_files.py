@@ -119,10 +119,10 @@ class WholeCheckpoints(TorchCheckpointIO):
 
     def save_checkpoint(self, checkpoint: dict[str, Any], path: str | Path, storage_options: Any | None = None) -> None:
         """Write a checkpoint to a temporary file next to ``path``, then rename it."""
-        if storage_options is not None or not _is_local(path):
+        target = local_path(path)
+        if storage_options is not None or target is None:
             super().save_checkpoint(checkpoint, path, storage_options)
             return
-        target = Path(path)
         target.parent.mkdir(parents=True, exist_ok=True)
         unfinished = claim(target.with_name(f".{target.name}.{owner_mark()}{_UNFINISHED}"))
         delete_stale_files(
@@ -160,8 +160,9 @@ class WholeCheckpoints(TorchCheckpointIO):
         Raises:
             MisconfigurationException: If it is torn.
         """
-        if _is_local(path) and Path(path).is_file():
-            check_whole(path)
+        file = local_path(path)
+        if file is not None and file.is_file():
+            check_whole(file)
         return super().load_checkpoint(path, map_location, weights_only)
 
 
@@ -180,9 +181,9 @@ def check_folders(trainer: Any) -> None:
     logs = any(logger.save_dir for logger in trainer.loggers)
     if not logs and any(not getattr(each, "dirpath", None) for each in trainer.checkpoint_callbacks):
         folders.append(str(trainer.default_root_dir))
-    for folder in filter(_is_local, folders):
+    for folder in filter(None, map(local_path, folders)):
         try:
-            Path(folder).mkdir(parents=True, exist_ok=True)
+            folder.mkdir(parents=True, exist_ok=True)
             with tempfile.TemporaryFile(dir=folder):
                 pass
         except OSError as error:
@@ -214,7 +215,7 @@ def name_full_disk(error: BaseException, trainer: Any) -> None:
     if found is None or isinstance(error, MisconfigurationException):
         return
     folders = _folders(trainer, lambda logger: logger.log_dir or logger.save_dir) or [str(trainer.default_root_dir)]
-    full = [folder for folder in folders if _full(_existing(Path(folder)))] or folders
+    full = [folder for folder in folders if (path := local_path(folder)) and _full(_existing(path))] or folders
     found.strerror = (
         f"{os.strerror(found.errno or errno.ENOSPC)}: the run writes into {join_names(full)}. Free space there,"
         " or give another one by Trainer(default_root_dir=...), the logger's save_dir or ModelCheckpoint(dirpath=...)"
@@ -294,5 +295,7 @@ def _is_of_old_format(path: str | Path) -> bool:
         return file.read(2) == b"\x80\x02"
 
 
-def _is_local(path: str | Path) -> bool:
-    return "://" not in str(path)
+def local_path(path: str | Path) -> Path | None:
+    """The path on this machine, with ``~`` and ``file://`` resolved as loggers do; ``None`` for any other URL."""
+    text = os.path.expanduser(str(path).removeprefix("file://"))
+    return None if "://" in text else Path(text)

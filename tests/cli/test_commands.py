@@ -667,6 +667,7 @@ FLOOR = ("--lowrank.rank", "null", "--lowrank.budget", "0.001")
         (("--trainer.devices", "abacus"), ["trainer.devices='abacus'"]),
         (("--config", "nowhere.yaml"), ["nowhere.yaml"]),
         (("--ckpt_path", "nowhere.ckpt"), ["ckpt_path='nowhere.ckpt' does not exist"]),
+        (("--ckpt_path=~/nowhere.ckpt",), [f"ckpt_path='{Path.home()}/nowhere.ckpt' does not exist"]),
         (("--seeds", "1", "2", "--seed_everything", "3"), ["--seed_everything is given in addition to seeds=[1, 2]"]),
         (("--seed_everything=3", "--seeds", "1", "2"), ["--seed_everything is given in addition to seeds=[1, 2]"]),
         (("--seeds", "1", "--seed_every", "3"), ["--seed_everything is given in addition to seeds=[1]"]),

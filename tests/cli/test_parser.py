@@ -34,9 +34,17 @@ from tests.helpers import Module, trainer
         ("there", "/else/runs", "/else/runs"),
         ("there", "s3://runs", "s3://runs"),
         ("there", None, None),
+        ("there", "~/runs", "/home/me/runs"),
+        (None, "~/runs", "/home/me/runs"),
+        ("~/there", "runs", "/home/me/there/runs"),
+        ("there", "file:///else/runs", "/else/runs"),
+        ("file:///there", "runs", "/there/runs"),
+        ("s3://there/", "runs", "s3://there/runs"),
     ],
 )
-def test_a_root_folder_holds_the_relative_folders(root, folder, written):
+def test_a_root_folder_holds_the_relative_folders(monkeypatch, root, folder, written):
+    monkeypatch.setenv("HOME", "/home/me")
+
     def writing(argument, folder):
         return Namespace(class_path="Any", init_args=Namespace({argument: folder}))
 
@@ -50,6 +58,7 @@ def test_a_root_folder_holds_the_relative_folders(root, folder, written):
         _write_below_root(trainer)
         assert logger.init_args.save_dir == written
         assert trainer.callbacks[1].init_args.dirpath == written
+        assert root is None or "~" not in trainer.default_root_dir
     for without in (True, None):
         _write_below_root(Namespace(default_root_dir="there", logger=without, callbacks=without and None))
 

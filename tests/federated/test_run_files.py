@@ -10,7 +10,7 @@ import pytest
 from lightning.pytorch.loggers import CSVLogger
 
 from lightning_lowrank import FedAvg, FederatedLoop
-from lightning_lowrank.federated import run_files
+from lightning_lowrank.federated import run_files, safe_files
 from lightning_lowrank.run_metadata import read_metadata, write_metadata
 from tests.helpers import Data, Module, fit, trainer
 
@@ -87,3 +87,33 @@ def test_a_run_that_goes_on_elsewhere_begins_where_it_does(tmp_path, begin):
         assert first == [3]
         assert seconds is not None
         assert seconds[0] > 0
+
+
+@pytest.mark.parametrize("begins", ["~", "file://{}"])
+def test_all_files_of_a_run_are_in_one_folder(tmp_path, monkeypatch, begins):
+    (tmp_path / "here").mkdir()
+    monkeypatch.chdir(tmp_path / "here")
+    monkeypatch.setenv("HOME", str(tmp_path))
+    save_dir = f"{begins.format(tmp_path)}/runs"
+    logger = CSVLogger(save_dir, version=0)
+    logger.log_metrics({"a": 1.0}, step=0)
+    run = trainer(tmp_path, logger=logger)
+    run.strategy.connect(Module())
+    safe_files.check_folders(run)
+    run_files.RunMetadata(run, None)
+    run_files.write_client_table(run, "validate", {0: 3}, {}, None)
+    safe_files.WholeCheckpoints().save_checkpoint({}, f"{save_dir}/last.ckpt")
+    logger.save()
+    assert [each.name for each in tmp_path.iterdir() if each.name != "runs"] == ["here"]
+    assert not list((tmp_path / "here").iterdir())
+    found = {each.name for each in (tmp_path / "runs").rglob("*") if each.is_file()}
+    assert found == {"run_metadata.json", "clients.csv", "last.ckpt", "metrics.csv"}
+
+
+def test_a_folder_at_a_url_gets_no_local_files(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    run = trainer(tmp_path, logger=CSVLogger("memory://runs", version=0))
+    run.strategy.connect(Module())
+    run_files.RunMetadata(run, None).end()
+    run_files.write_client_table(run, "validate", {0: 3}, {}, None)
+    assert not list(tmp_path.iterdir())
