@@ -20,6 +20,7 @@ from typing import Any, NoReturn
 import jsonargparse
 import lightning.pytorch as pl
 from jsonargparse import ActionConfigFile
+from lightning.fabric.utilities.cloud_io import get_filesystem
 from lightning.pytorch.callbacks import ModelSummary, ProgressBar
 from lightning.pytorch.cli import (
     ArgsType,
@@ -29,7 +30,7 @@ from lightning.pytorch.cli import (
     SaveConfigCallback,
     instantiate_class,
 )
-from lightning.pytorch.loggers import CSVLogger
+from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
 from lightning.pytorch.plugins.io import TorchCheckpointIO
 from lightning.pytorch.utilities import rank_zero_warn
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
@@ -112,28 +113,37 @@ class _Trainer(pl.Trainer):
 
 
 class _SaveRunConfig(SaveConfigCallback):
-    """Saves ``config.yaml`` into the first logger's folder and into those of further `CSVLogger`s.
+    """Saves ``config.yaml`` into each folder that holds this run alone.
 
-    ``report`` reads it there. A run without a logger has no folder, and saves nothing.
+    These are the folders of `CSVLogger`, where ``report`` reads it, and `TensorBoardLogger`. If the run has other
+    loggers alone, the folder is the one in which ModelCheckpoint by default makes ``checkpoints``. A run without a
+    logger, or whose logger has no name or version, has no such folder, and saves nothing.
     """
 
-    def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
-        if trainer.loggers:
-            super().setup(trainer, pl_module, stage)
-
     def save_config(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
-        first, *others = trainer.loggers
-        folders = {logger.log_dir for logger in others if isinstance(logger, CSVLogger)}
         # Each folder once, because loggers may share one.
-        for folder in folders - {getattr(first, "log_dir", None)}:
-            Path(folder).mkdir(parents=True, exist_ok=True)
+        for folder in _run_folders(trainer):
+            get_filesystem(folder).makedirs(folder, exist_ok=True)
             self.parser.save(
                 self.config,
-                str(Path(folder, self.config_filename)),
+                os.path.join(folder, self.config_filename),
                 skip_none=False,
                 overwrite=self.overwrite,
                 multifile=self.multifile,
             )
+
+
+def _run_folders(trainer: pl.Trainer) -> set[str]:
+    """The folders that no other run writes into."""
+    own = {each.log_dir for each in trainer.loggers if isinstance(each, (CSVLogger, TensorBoardLogger))}
+    if own or not trainer.loggers:
+        return own
+    first = trainer.loggers[0]
+    version = first.version if isinstance(first.version, str | None) else f"version_{first.version}"
+    # Without a version, the folder would be that of all runs.
+    if not version or first.name is None:
+        return set()
+    return {os.path.join(first.save_dir or trainer.default_root_dir, first.name, version)}
 
 
 def _section(config: Namespace) -> Namespace:
@@ -473,7 +483,8 @@ CLI_SETTINGS: dict[str, Any] = {
     "parser_class": RecipeParser,
     "parser_kwargs": {"prog": "lightning-lowrank"},
     "save_config_callback": _SaveRunConfig,
-    "save_config_kwargs": {"overwrite": True},
+    # Lightning would save it into the bare save_dir of most loggers.
+    "save_config_kwargs": {"overwrite": True, "save_to_log_dir": False},
 }
 
 

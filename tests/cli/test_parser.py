@@ -7,7 +7,7 @@ import jsonargparse
 import pytest
 import yaml
 from jsonargparse import Namespace
-from lightning.pytorch.loggers import CSVLogger
+from lightning.pytorch.loggers import CSVLogger, Logger, TensorBoardLogger
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
@@ -64,23 +64,19 @@ def test_a_root_folder_holds_the_relative_folders(monkeypatch, root, folder, wri
 
 
 @pytest.mark.parametrize("names", [("a", "b", "c"), ("a", "b", "b"), ("a", "a", "b")])
-def test_the_folder_of_each_csv_logger_gets_the_configuration(tmp_path, names):
+@pytest.mark.parametrize("kind", [CSVLogger, TensorBoardLogger])
+def test_the_folder_of_each_logger_gets_the_configuration(tmp_path, names, kind):
     parser = RecipeParser()
     parser.add_argument("--seed_everything", type=int)
     config = parser.parse_args(["--seed_everything", "3"])
-    loggers = [CSVLogger(tmp_path / "runs", name=name, version=0) for name in names]
+    loggers = [kind(tmp_path / "runs", name=name, version=0) for name in names]
     run = trainer(tmp_path, logger=loggers)
-    _SaveRunConfig(parser, config).setup(run, Module(), "fit")
+    _SaveRunConfig(parser, config, save_to_log_dir=False).setup(run, Module(), "fit")
     for name in names:
         saved = tmp_path / "runs" / name / "version_0" / "config.yaml"
         assert yaml.safe_load(saved.read_text())["seed_everything"] == 3
-    with pytest.raises(RuntimeError, match="NOT exist"):
-        _SaveRunConfig(parser, config).setup(run, Module(), "fit")
-    (tmp_path / "runs" / "a" / "version_0" / "config.yaml").unlink()
-    with pytest.raises(ValueError, match="overwrit"):
-        _SaveRunConfig(parser, config).setup(run, Module(), "fit")
     changed = parser.parse_args(["--seed_everything", "4"])
-    _SaveRunConfig(parser, changed, overwrite=True).setup(run, Module(), "fit")
+    _SaveRunConfig(parser, changed, **CLI_SETTINGS["save_config_kwargs"]).setup(run, Module(), "fit")
     assert all("seed_everything: 4" in file.read_text() for file in tmp_path.rglob("config.yaml"))
 
 
@@ -88,8 +84,43 @@ def test_other_processes_save_no_configuration(tmp_path, monkeypatch):
     parser = RecipeParser()
     run = trainer(tmp_path, logger=[CSVLogger(tmp_path / "runs", name=name) for name in "ab"])
     monkeypatch.setattr(type(run), "is_global_zero", False)
-    _SaveRunConfig(parser, parser.parse_args([])).setup(run, Module(), "fit")
+    _SaveRunConfig(parser, parser.parse_args([]), save_to_log_dir=False).setup(run, Module(), "fit")
     assert not list(tmp_path.rglob("config.yaml"))
+
+
+class Elsewhere(Logger):
+    """A logger such as that of a service, which has no ``log_dir``."""
+
+    name = version = None
+
+    def log_metrics(self, *arguments, **keywords):
+        pass
+
+    log_hyperparams = log_metrics
+
+
+@pytest.mark.parametrize(
+    ("properties", "folder"),
+    [
+        ({"save_dir": "logs", "name": "n", "version": "v"}, "logs/n/v"),
+        ({"save_dir": None, "name": "n", "version": 3}, "n/version_3"),
+        ({"save_dir": ".", "name": "", "version": "v"}, "v"),
+        ({"save_dir": ".", "name": "", "version": ""}, None),
+        ({"save_dir": ".", "name": "n", "version": None}, None),
+        ({"save_dir": ".", "name": None, "version": "v"}, None),
+    ],
+)
+def test_a_configuration_is_saved_beside_the_checkpoints_if_no_logger_has_a_folder(
+    tmp_path, monkeypatch, properties, folder
+):
+    monkeypatch.chdir(tmp_path)
+    Path("config.yaml").write_text("own")
+    parser = RecipeParser()
+    run = trainer(tmp_path, logger=type("Own", (Elsewhere,), properties)())
+    _SaveRunConfig(parser, parser.parse_args([]), **CLI_SETTINGS["save_config_kwargs"]).setup(run, Module(), "fit")
+    assert Path("config.yaml").read_text() == "own"
+    saved = [str(each.parent.relative_to(tmp_path)) for each in tmp_path.rglob("config.yaml")]
+    assert sorted(saved) == sorted([".", folder] if folder else ["."])
 
 
 @pytest.mark.slow
