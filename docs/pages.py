@@ -261,7 +261,8 @@ def commands() -> Iterator[tuple[str, str]]:
         "- **`predict`** gives what the model of `--ckpt_path` puts out for the data.\n"
         "- **`inspect`** says what a run would cost and whether the module would work, without reading data. `--json`"
         " prints JSON instead of tables.\n\n"
-        "All but `inspect` take `--quiet`, which shows no bars, tables and notes.\n",
+        "`--quiet` shows no bars, tables and notes; `inspect` does not use it. All commands take a recipe with `seeds`,"
+        " of which all but `fit` use the first.\n",
     ]
     for name, (run, summary) in sorted(_WITHOUT_MODEL.items()):
         parser = _Declaring(prog=name)

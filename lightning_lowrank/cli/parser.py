@@ -60,7 +60,7 @@ from lightning_lowrank.extras import how_to_install
 from lightning_lowrank.federated.checks import check_callbacks, static_batch_norm_advice, why_trained_set_is_fixed
 from lightning_lowrank.federated.loop import FederatedLoop
 from lightning_lowrank.federated.safe_files import WholeCheckpoints, check_folders, check_whole, local_path
-from lightning_lowrank.internals.cli import SubcommandCLI
+from lightning_lowrank.internals.cli import SubcommandCLI, finds_checkpoint
 
 JSONARGPARSE = SpecifierSet(">=4.52,<5")
 """The bound of the extra ``cli``. The rest of the package works with any release of jsonargparse installed."""
@@ -82,8 +82,6 @@ _LONGEST_VALUE = 40
 _OF_DEVICES = ("accelerator", "devices", "strategy", "precision")
 """Arguments of the trainer that Lightning's errors do not always name."""
 _CHECKPOINT_NAMES = ("best", "last", "hpc")
-# inspect accepts seeds so that a recipe with seeds can be inspected. What a run costs does not depend on its seed.
-_SEEDED = ("fit", "inspect")
 _LARGEST_SEED = 2**32 - 1
 
 
@@ -259,13 +257,14 @@ class LowRankCLI(SubcommandCLI):
         **keywords: As for LightningCLI.
 
     Attributes:
-        seeds: All seeds that were asked for; empty if ``seeds`` is not given.
+        seeds: All seeds that ``fit`` was given; empty for other subcommands, which take the first one.
 
     Raises:
-        MisconfigurationException: If ``seeds`` are not distinct integers from 0 to 2³² − 1, are given together with
-            ``--seed_everything`` on the command line, or would share one run folder or continue one checkpoint. Also if
-            the run of one of several seeds is refused; the message then begins with the seed. Also if jsonargparse is
-            of a release that reads recipes otherwise.
+        MisconfigurationException: If ``seeds`` are not distinct integers from 0 to 2³² − 1, are given to ``fit``
+            together with ``--seed_everything`` on the command line, would share one run folder or continue one
+            checkpoint, or are given on the command line of an evaluation. Also if the run of one of several seeds is
+            refused; the message then begins with the seed. Also if there is no checkpoint of the name ``best``,
+            ``last`` or ``hpc``, or jsonargparse is of a release that reads recipes otherwise.
     """
 
     def __init__(self, *arguments: Any, seed: int | None = None, **keywords: Any) -> None:
@@ -304,17 +303,21 @@ class LowRankCLI(SubcommandCLI):
         return {**LightningCLI.subcommands(), "inspect": {"model", "datamodule", "json"}}
 
     def add_arguments_of_subcommand(self, parser: LightningArgumentParser, subcommand: str) -> list[str]:
-        """Add ``--seeds``, ``--quiet``, and the arguments of ``inspect``."""
-        if subcommand in _SEEDED:
-            parser.add_argument(
-                "--seeds",
-                type=int,
-                nargs="+",
-                default=None,
-                help="make one run after another, one for each of these values of seed_everything",
-            )
+        """Add ``--seeds``, ``--quiet``, and the arguments of ``inspect``.
+
+        All subcommands have all arguments that a recipe for ``fit`` may have.
+        """
+        alone = "" if subcommand == "fit" else f"; {subcommand} takes the first of a recipe's"
+        parser.add_argument(
+            "--seeds",
+            type=int,
+            nargs="+",
+            default=None,
+            help=f"make one run after another, one for each of these values of seed_everything{alone}",
+        )
+        quiet = "show no bars, tables and notes" if subcommand != "inspect" else "not used; a recipe may have it"
+        parser.add_argument("--quiet", action="store_true", help=quiet)
         if subcommand != "inspect":
-            parser.add_argument("--quiet", action="store_true", help="show no bars, tables and notes")
             return []
         parser.add_argument("--json", action="store_true", help="print JSON instead of tables")
         for name in ("ckpt_path", "weights_only"):
@@ -342,10 +345,12 @@ class LowRankCLI(SubcommandCLI):
         seeds = section.get("seeds")
         if seeds is None:
             return
+        subcommand = self.config.get("subcommand")
         words = sys.argv[1:] if args is None else args
         options = [word.split("=")[0] for word in words] if isinstance(words, list) else []
         # argparse accepts abbreviated options.
-        if any(option.startswith("--seed_") and "--seed_everything".startswith(option) for option in options):
+        given = any(option.startswith("--seed_") and "--seed_everything".startswith(option) for option in options)
+        if given and subcommand == "fit":
             raise MisconfigurationException(
                 f"--seed_everything is given in addition to seeds={seeds}, which set it: leave out one,"
                 " or give `--seeds` with a single value for a single run."
@@ -355,6 +360,21 @@ class LowRankCLI(SubcommandCLI):
             raise MisconfigurationException(
                 f"seeds must be one or more distinct integers from 0 to {_LARGEST_SEED}; got {seeds}."
             )
+        if subcommand != "fit":
+            # What a run costs does not depend on its seed.
+            evaluates = subcommand != "inspect"
+            if evaluates and "--seeds" in options:
+                raise MisconfigurationException(
+                    f"--seeds={seeds} is for fit, and {subcommand} is a single run: give --seed_everything."
+                )
+            if not given:
+                section["seed_everything"] = seeds[0]
+            if evaluates and not given and len(seeds) > 1:
+                rank_zero_warn(
+                    f"{subcommand} is a single run, with the first of seeds={seeds}: for a checkpoint of another seed,"
+                    " give --seed_everything."
+                )
+            return
         if len(seeds) > 1 and section.get("ckpt_path"):
             raise MisconfigurationException(
                 f"ckpt_path={section['ckpt_path']!r} is the state of one run, from which the {len(seeds)} runs of"
@@ -378,8 +398,7 @@ class LowRankCLI(SubcommandCLI):
             # A trainer and its module refer to each other. jsonargparse keeps its last parser, and so both of them,
             # until another parser has run. Without this, the previous run's memory would add to this one's.
             gc.collect()
-        # Without `seeds`, because the saved configuration describes one run, and other subcommands that read it do not
-        # have the option.
+        # Without `seeds`, because the saved configuration describes one run.
         section = _section(self.config)
         section.pop("seeds", None)
         # Lightning has put the default back if it has read a checkpoint's hyperparameters.
@@ -434,6 +453,20 @@ class LowRankCLI(SubcommandCLI):
         if type(trainer.strategy.checkpoint_io) is TorchCheckpointIO:
             trainer.strategy.checkpoint_io = WholeCheckpoints()
         return trainer
+
+    def run_subcommand(self, subcommand: str) -> None:
+        """Refuse a name for which there is no checkpoint, and run.
+
+        ``fit`` takes ``last`` in any case, as Lightning does: the first fit has none.
+        """
+        name = _section(self.config).get("ckpt_path")
+        named = name in _CHECKPOINT_NAMES and subcommand != "inspect" and (subcommand, name) != ("fit", "last")
+        if named and not finds_checkpoint(self.trainer, subcommand, name):
+            raise MisconfigurationException(
+                f"ckpt_path={name!r}: {subcommand} finds no such checkpoint of this configuration, as each run has a"
+                " folder of its own: give the file, as in --ckpt_path runs/version_0/checkpoints/last.ckpt."
+            )
+        super().run_subcommand(subcommand)
 
     def before_fit(self) -> None:
         """Refuse folders that can't be written before anything is trained."""

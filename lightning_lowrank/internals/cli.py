@@ -6,13 +6,16 @@ import functools
 import inspect
 import pydoc
 import sys
+import warnings
 from collections.abc import Callable
 from typing import Any
 
 import jsonargparse
 import lightning
+import lightning.pytorch as pl
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
 from lightning.pytorch.loggers import Logger
+from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities import rank_zero_warn
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
@@ -113,6 +116,23 @@ def _replace_in_typehints(name: str, replacement: Callable[..., Any]) -> None:
         return replacement(as_jsonargparse, *arguments, **keywords)
 
     setattr(hints, name, replaced)
+
+
+def finds_checkpoint(trainer: pl.Trainer, subcommand: str, name: str) -> bool:
+    """Whether Lightning finds the checkpoint that a subcommand's ``ckpt_path`` names: ``best``, ``last`` or ``hpc``.
+
+    A Lightning with other private parts is left to find it itself.
+    """
+    find = getattr(getattr(trainer, "_checkpoint_connector", None), "_parse_ckpt_path", None)
+    if find is None:
+        return True
+    with warnings.catch_warnings():
+        # It warns that it found none.
+        warnings.simplefilter("ignore")
+        try:
+            return find(TrainerFn(subcommand), name, model_provided=True, model_connected=True) is not None
+        except ValueError:
+            return False
 
 
 class SubcommandCLI(LightningCLI):

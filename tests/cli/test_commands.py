@@ -419,15 +419,25 @@ def test_a_single_seed_that_fails_ends_as_any_run_does(run, capsys):
     assert "seed 1" not in str(end.value.code)
 
 
-@pytest.mark.nightly
-def test_seeds_are_for_fit_and_inspect_takes_them_from_a_recipe(run, made, capsys):
-    Path("seeds.yaml").write_text(BASE + "seeds: [4, 5]\n")
-    run("inspect", "--config", "seeds.yaml", "--json")
-    assert len(made) == 1
-    assert '"optimizer_state_bytes"' in capsys.readouterr().out
+def test_every_command_takes_a_whole_recipe_of_fit(run, made, capsys):
     with pytest.raises(SystemExit):
-        run("validate", "--config", "seeds.yaml")
-    assert "'validate' does not accept option 'seeds'" in capsys.readouterr().err
+        run("fit", "--config", "base.yaml", "--seeds", "4", "5", "--quiet", "--print_config")
+    Path("whole.yaml").write_text(capsys.readouterr().out)
+    for command in ("validate", "test", "predict"):
+        with pytest.warns(UserWarning, match=rf"{command}.*seeds=\[4, 5\]"):
+            assert loop_of(run(command, "--config", "whole.yaml", "--ckpt_path", "null")).seed == 4
+        assert len(made) == 1
+    assert loop_of(run("test", "--config", "whole.yaml", "--seed_everything", "5")).seed == 5
+    with pytest.raises(SystemExit, match=r"--seeds=\[1\].*test"):
+        run("test", "--config", "whole.yaml", "--seeds", "1")
+    capsys.readouterr()
+    run("inspect", "--config", "whole.yaml", "--json")
+    assert '"optimizer_state_bytes"' in capsys.readouterr().out
+
+
+@pytest.mark.nightly
+def test_every_command_takes_the_configuration_of_a_seeds_run(run, made, capsys):
+    Path("seeds.yaml").write_text(BASE + "seeds: [4, 5]\n")
     run("fit", "--config", "seeds.yaml", "--trainer.max_epochs", "1")
     run("validate", "--config", "runs/version_0/config.yaml")
     assert loop_of(made[0]).seed == 4
@@ -441,6 +451,24 @@ def test_seeds_do_not_share_a_checkpoint(run):
     with pytest.raises(SystemExit, match=r"ckpt_path='last'.*2.*seeds=\[0, 1\]"):
         run("fit", "--config", "base.yaml", "--seeds", "0", "1", "--ckpt_path", "last")
     run("inspect", "--config", "base.yaml", "--seeds", "0", "1", "--json")
+
+
+@pytest.mark.parametrize(
+    ("command", "name"), [("test", "last"), ("validate", "best"), ("predict", "hpc"), ("fit", "best")]
+)
+def test_a_checkpoints_name_is_refused_if_there_is_none(run, command, name):
+    with pytest.raises(SystemExit, match=rf"ckpt_path='{name}'.*{command}"):
+        run(command, "--config", "base.yaml", "--ckpt_path", name)
+    assert not Path("runs").exists()
+
+
+def test_the_last_checkpoint_of_a_folder_is_found_by_name(run):
+    kept = {"class_path": "ModelCheckpoint", "init_args": {"dirpath": "kept", "save_last": True}}
+    Path("kept.yaml").write_text(yaml.safe_dump({"trainer": {"callbacks": [kept]}}))
+    words = ("--config", "base.yaml", "--config", "kept.yaml", "--ckpt_path", "last")
+    fitted = run("fit", *words)
+    validated = run("validate", *words)
+    assert validated.trainer.callback_metrics["val_loss"] == fitted.trainer.callback_metrics["val_loss"]
 
 
 @nightly_except("list")

@@ -21,7 +21,7 @@ CASES = {
     "module 'torch.optim' has no attribute 'SDG'": "SGD",
     "Subcommand 'fit' does not accept option 'modle.class_path'": "model",
     "Subcommand 'fit' does not accept option 'trainer.max_epohcs'": "max_epochs",
-    "Subcommand 'validate' does not accept option 'seeds'": None,
+    "Subcommand 'validate' does not accept option 'json'": None,
     "no class is known as Qqqqqq": None,
     FEDERATED + "Option 'zzz' is not accepted": None,
 }

@@ -8,6 +8,7 @@ import typing
 import jsonargparse
 import pytest
 import torch
+from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.cli import LightningCLI
 from lightning.pytorch.demos.boring_classes import BoringModel
 from lightning.pytorch.loggers import Logger
@@ -17,10 +18,12 @@ import lightning_lowrank
 from lightning_lowrank.internals.cli import (
     SubcommandCLI,
     begin_other_classes_anew,
+    finds_checkpoint,
     read_counts_as_counts,
     replace_lists_whole,
     write_names_as_names,
 )
+from tests.helpers import trainer
 
 
 class Telling(SubcommandCLI):
@@ -100,6 +103,20 @@ def test_a_checkpoints_hyperparameters_are_for_evaluations_alone(tmp_path, recwa
     assert done.config[subcommand].model.scale == scale
     told = [str(each.message) for each in recwarn if "model.scale=2.0" in str(each.message)]
     assert [subcommand in each and "a.ckpt" in each for each in told] == ([] if subcommand == "fit" else [True])
+
+
+@pytest.mark.parametrize("name", ["best", "last", "hpc"])
+def test_whether_a_named_checkpoint_is_found(tmp_path, recwarn, name):
+    kept = ModelCheckpoint(tmp_path)
+    run = trainer(tmp_path, kept)
+    assert not finds_checkpoint(run, "test", name)
+    assert not recwarn
+    for file in ("last.ckpt", "hpc_ckpt_1.ckpt"):
+        (tmp_path / file).touch()
+    kept.best_model_path = str(tmp_path / "last.ckpt")
+    assert finds_checkpoint(run, "test", name)
+    run._checkpoint_connector = None
+    assert finds_checkpoint(run, "test", name)
 
 
 class Counting:
