@@ -90,7 +90,7 @@ def report(
     logged. docs/howto/compare.md defines each figure.
 
     Further tables have the settings of each row's first run and all that differs, and the clients that it evaluated
-    last, the worst first, 20 at most.
+    last, the worst first, 20 at most. Runs that ``rounds`` cuts have no clients.
 
     Args:
         paths: Run folders, or folders that hold some. Runs that did not log ``metric``, or only evaluated, as a
@@ -118,7 +118,8 @@ def report(
 
     Raises:
         MisconfigurationException: If a path holds no run, no run that trained logged ``metric``, ``target`` is given
-            for a metric of unknown direction, or ``output`` has a file of such a name that no report wrote.
+            for a metric of unknown direction, or ``output`` has a file of such a name that no report wrote, is a file
+            or cannot be made.
     """
     console = console or Console()
     found = find_runs(paths)
@@ -192,6 +193,12 @@ def report(
 
 def _write(folder: Path, files: Mapping[str, bytes]) -> list[Path]:
     """Replace the files of an earlier report; raise rather than overwrite any other file."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise misconfigured(
+            f"--output {folder}: this folder cannot be made ({error.strerror}): give one that can."
+        ) from error
     manifest = folder / _MANIFEST
     earlier = set(manifest.read_text("utf-8").splitlines()) if manifest.is_file() else set()
     others = [name for name in files if name not in earlier and (folder / name).exists()]
@@ -199,7 +206,6 @@ def _write(folder: Path, files: Mapping[str, bytes]) -> list[Path]:
         raise misconfigured(
             f"{folder} already has {join_names(others)}, which no earlier report wrote: give --output another folder."
         )
-    folder.mkdir(parents=True, exist_ok=True)
     with replacing(manifest) as part:
         part.write_text("\n".join(sorted(earlier | files.keys())), "utf-8")
     for name in earlier - files.keys():
@@ -347,11 +353,12 @@ def _results(groups: Groups, goal: Goal) -> Table:
 
 
 def _clients(groups: Groups, goal: Goal) -> Table:
-    """The clients of each row's first run, ordered from the worst value of the metric."""
+    """The clients of each row's first run, unless it is cut, ordered from the worst value of the metric."""
     judged = _judged(goal.metric).removesuffix("_worst10")
     rows: list[dict[str, str]] = []
     for name, group in groups.items():
-        found = group[0].clients
+        # The table is that of the last evaluation.
+        found = [] if group[0].cut else group[0].clients
         of = next((each for each in (f"global/{judged}", f"personal/{judged}") if found and each in found[0]), None)
 
         def worst(row: Mapping[str, str], of: str | None = of) -> float:
@@ -388,13 +395,13 @@ def _settings(groups: Groups) -> Table:
         number = f"{100 * drawn:g}%" if type(drawn) is float else describe(drawn)
         return " of ".join(each for each in (number, describe(of)) if each)
 
-    def named(run: Run, *names: str) -> str:
-        """The first setting of this name, searched in optimizer, data, model and the rest."""
+    def named(run: Run, names: Sequence[str], sections: Sequence[str]) -> str:
+        """The first setting of these names in the sections; without a configuration, in all of ``hparams.yaml``."""
         paths = [path for path, value in run.settings.items() if argument(path) in names and value is not None]
-        order = {start: place for place, start in enumerate(("optimizer", "data", "model"))}
-        paths = [path for path in paths if not path.startswith(("lr_scheduler", "trainer"))]
-        path = min(paths, key=lambda path: order.get(path.partition(".")[0], len(order)), default=None)
-        return "" if path is None else setting_text(path, run.settings[path])
+        if run.config:
+            sections_of = {path: path.partition(".")[0] for path in paths}
+            paths = [path for section in sections for path in paths if sections_of[path] == section]
+        return setting_text(paths[0], run.settings[paths[0]]) if paths else ""
 
     table = Table(
         [
@@ -411,8 +418,8 @@ def _settings(groups: Groups) -> Table:
                 Column(name, [describe(nested_argument(run.config, name), depth=1) for run in first])
                 for name in ("model", "data")
             ),
-            Column("batch size", [named(run, "batch_size") for run in first]),
-            Column("learning rate", [named(run, "lr", "learning_rate") for run in first]),
+            Column("batch size", [named(run, ["batch_size"], ["data", "model"]) for run in first]),
+            Column("learning rate", [named(run, ["lr", "learning_rate"], ["optimizer", "model"]) for run in first]),
         ]
     )
     for title, names, between in (

@@ -269,7 +269,8 @@ def read_run(folder: Path) -> Run:
 
 def _read_columns(file: TextIO) -> dict[str, Series]:
     """The numbers in each column of a CSV file, with their row numbers."""
-    reader = csv.reader(_lines(file))
+    # A last line without an end is of a run that was killed while it wrote: its last number may lack digits.
+    reader = csv.reader(line if line.endswith(("\n", "\r")) else line.rpartition(",")[0] for line in _lines(file))
     header = next(reader, [])
     width = len(header)
     if width > _MOST_COLUMNS:

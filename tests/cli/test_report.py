@@ -1,5 +1,6 @@
 """The table of runs whose numbers are known."""
 
+import csv
 import errno
 import math
 import statistics
@@ -74,8 +75,35 @@ def test_clients_are_shown_worst_first(tmp_path):
     assert "0.7900 | 0.7100" in text
     page = (tmp_path / "out" / "report.html").read_text()
     assert "<h2>Clients</h2>" in page
+    for rounds, told in ((2, True), (1, False)):
+        make_report([folder], tmp_path / "out", rounds=rounds)
+        assert ("## Clients" in (tmp_path / "out" / "report.md").read_text()) == told
     (folder / "clients.csv").write_bytes(b"\xff\x00" * 100)
     make_report([folder], tmp_path / "out")
+
+
+@pytest.mark.parametrize(
+    ("changes", "rate"),
+    [
+        ({}, None),
+        ({"federated__algorithm": {"class_path": "FedAdam", "init_args": {"lr": 0.75}}}, None),
+        ({"data__learning_rate": 0.75}, None),
+        ({"model": {"init_args": {"lr": 0.25}}, "federated__lr": 0.75}, "0.25"),
+        ({"model": {"init_args": {"lr": 0.25}}, "optimizer": {"init_args": {"lr": 0.125}}}, "0.125"),
+    ],
+)
+def test_the_learning_rate_is_that_of_the_clients(tmp_path, changes, rate):
+    run = configured(tmp_path / "run", 0, rows_of([0.5], 1, 1), **changes)
+    make_report([run], tmp_path / "out")
+    (row,) = csv.DictReader((tmp_path / "out" / "report.csv").read_text().splitlines())
+    assert row.get("learning rate") == rate
+
+
+def test_the_learning_rate_of_a_run_of_python_is_its_hyperparameter(tmp_path):
+    run = write_run(tmp_path / "run", rows_of([0.5], 1, 1))
+    (run / "hparams.yaml").write_text("lr: 0.25\n")
+    make_report([run], tmp_path / "out")
+    assert "learning rate" in (tmp_path / "out" / "report.csv").read_text()
 
 
 def test_a_loss_is_better_when_lower(tmp_path):
@@ -162,6 +190,15 @@ def test_pictures_of_an_earlier_report_do_not_stay(tmp_path):
         (tmp_path / "out" / name).unlink()
     make_report([tmp_path / "runs"], tmp_path / "out")
     assert (tmp_path / "dear" / "a" / "metrics.csv").is_file()
+
+
+@pytest.mark.parametrize("output", ["file", "file/out"])
+def test_a_folder_that_cannot_be_made_is_refused(tmp_path, output):
+    write_run(tmp_path / "runs" / "a", rows_of([0.5], 1, 1))
+    (tmp_path / "file").write_text("own")
+    with pytest.raises(MisconfigurationException, match=rf"--output {tmp_path / output}\b"):
+        make_report([tmp_path / "runs"], tmp_path / output)
+    assert (tmp_path / "file").read_text() == "own"
 
 
 @pytest.mark.parametrize("name", ["bytes.png", "report.csv"])
