@@ -328,7 +328,7 @@ class LowRankLayer(nn.Module):
     def _composed(self) -> Tensor:
         if self.role == "update":
             return (self.frozen_weight + self.update()).to(self.frozen_weight.dtype)
-        return self.update().to(self._output_dtype)
+        return self.update().to(self.weight_dtype)
 
     def scale_at(self, rank: int) -> float:
         """The scale of the update if its factors had another rank."""
@@ -615,21 +615,22 @@ class LowRankLayer(nn.Module):
 
     @property
     def _factors_are_wider(self) -> bool:
-        return self._output_dtype != self._factor_dtype
+        return self.weight_dtype != self._factor_dtype
 
     @property
     def _factor_dtype(self) -> torch.dtype:
         return next(iter(self.factors.values())).dtype
 
     @property
-    def _output_dtype(self) -> torch.dtype:
+    def weight_dtype(self) -> torch.dtype:
+        """The dtype of ``weight``: the dense layer's, also where the factors are float32."""
         if self.role == "update":
             return self.frozen_weight.dtype
         return type_before(self.factors) or self._factor_dtype
 
     def _as_input(self, value: Tensor, input: Tensor) -> Tensor:
         """A factor or weight in the dtype that the layer computes in: the input's, as under autocast."""
-        return value.to(input.dtype if input.is_floating_point() else self._output_dtype)
+        return value.to(input.dtype if input.is_floating_point() else self.weight_dtype)
 
     @property
     def _adds_to_base(self) -> bool:

@@ -59,6 +59,11 @@ def type_before(module: nn.Module) -> torch.dtype | None:
     return None if buffer is None else buffer.dtype
 
 
+def types_before(model: nn.Module) -> dict[Tensor, torch.dtype]:
+    """The dtypes that the tensors had that `widen` and `widen_factors` changed."""
+    return {tensor: dtype for part in model.modules() if (dtype := type_before(part)) for tensor in _changed(part)}
+
+
 def hand_over(source: nn.Module, target: nn.Module) -> None:
     """Have `narrow` give a module the dtype that ``source`` had before `widen`."""
     if _BEFORE in own_buffers(source):
@@ -69,10 +74,10 @@ def narrow(module: nn.Module) -> None:
     """Undo `widen` of a module, without its children: round its tensors, and remove hooks and buffer."""
     remove_forward_hooks(module, _as_parameters, _as_before)
     if _BEFORE in own_buffers(module):
-        buffers = [module.get_buffer(name) for name in vars(module).pop(_BUFFERS, ())]
-        for tensor in (*_own(module), *buffers):
+        for tensor in _changed(module):
             tensor.data = tensor.data.to(module.get_buffer(_BEFORE).dtype)
         delattr(module, _BEFORE)
+        vars(module).pop(_BUFFERS, None)
 
 
 def widened(model: nn.Module, parameters: Collection[nn.Parameter]) -> set[nn.Parameter]:
@@ -108,6 +113,10 @@ def _read(reader: nn.Module) -> set[nn.Parameter]:
 
 def _own(module: nn.Module) -> set[nn.Parameter]:
     return {parameter for parameter in own_parameters(module).values() if parameter is not None}
+
+
+def _changed(module: nn.Module) -> list[Tensor]:
+    return [*_own(module), *(module.get_buffer(name) for name in getattr(module, _BUFFERS, ()))]
 
 
 def _is_narrow(tensor: Tensor | None) -> bool:
