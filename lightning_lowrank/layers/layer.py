@@ -159,6 +159,8 @@ class LowRankLayer(nn.Module):
             return "its forward is replaced on the instance"
         if set(own_parameters(module)) - {"bias"} != {"weight"} or own_buffers(module) or own_children(module):
             return _why_other_tensors({*own_parameters(module), *own_buffers(module), *own_children(module)})
+        if own_parameters(module)["weight"] is None:
+            return "it has no weight"
         dtype = module.get_parameter("weight").dtype
         if not dtype.is_floating_point or dtype.itemsize < 2:
             return f"its weight is of type {dtype}"
