@@ -819,6 +819,22 @@ def test_a_budget_counts_shared_factors_once():
 # Attention
 
 
+def test_an_attention_keeps_its_buffers():
+    attention = nn.MultiheadAttention(16, 2)
+    attention.register_buffer("calls", torch.tensor(3))
+    attention.register_buffer("mask", torch.ones(2, 2), persistent=False)
+    nn.utils.prune.random_unstructured(attention, "in_proj_bias", 0.5)
+    model, inputs = nn.ModuleList([attention]), torch.randn(2, 2, 16)
+    kept = dict(attention.named_buffers())
+    for change in (lambda: convert(model, MatrixProduct(), rank=2), lambda: recover(model)):
+        change()
+        assert all(buffer is kept[name] for name, buffer in model[0].named_buffers())
+        assert {"calls", "in_proj_bias_mask", "mask"} == dict(model[0].named_buffers()).keys()
+        assert "0.calls" in model.state_dict()
+        assert "0.mask" not in model.state_dict()
+        assert model[0](inputs, inputs, inputs)[0].requires_grad
+
+
 def test_some_projections_of_an_attention_and_its_copies():
     torch.manual_seed(0)
     attention = nn.MultiheadAttention(16, 2, kdim=12, batch_first=True).eval()
