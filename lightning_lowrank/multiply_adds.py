@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
@@ -10,6 +11,7 @@ from torch import Tensor, nn
 
 from lightning_lowrank.internals.torch import CONVOLUTIONS, TRANSPOSED_CONVOLUTIONS
 from lightning_lowrank.layers import LowRankLayer
+from lightning_lowrank.layers.survey import weight_shape
 
 COUNTED = (nn.Linear, *CONVOLUTIONS, nn.Embedding, LowRankLayer)
 """Layers whose multiply-adds are counted."""
@@ -24,15 +26,19 @@ def multiply_adds(module: nn.Module) -> Iterator[dict[str, int]]:
     counts: dict[str, int] = {}
 
     def count(name: str) -> Any:
-        def hook(layer: nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> None:
+        def hook(layer: nn.Module, inputs: tuple[Any, ...], named: dict[str, Any], output: Any) -> None:
+            input = next((value for value in (*inputs, *named.values()) if isinstance(value, Tensor)), None)
             if isinstance(layer, LowRankLayer):
-                made = layer.multiply_adds(inputs[0])
+                assert input is not None
+                made = layer.multiply_adds(input)
             elif isinstance(layer, nn.Embedding):
                 made = 0
             else:
-                weight = layer.get_parameter("weight")
-                positions = inputs[0] if isinstance(layer, TRANSPOSED_CONVOLUTIONS) else output
-                made = positions.numel() * (weight.numel() // len(weight))
+                positions, shape = input if isinstance(layer, TRANSPOSED_CONVOLUTIONS) else output, weight_shape(layer)
+                # A subclass may have no weight, or return something else than a tensor.
+                if shape is None or not isinstance(positions, Tensor):
+                    return
+                made = positions.numel() * math.prod(shape[1:])
             counts[name] = counts.get(name, 0) + made
 
         return hook
@@ -40,5 +46,5 @@ def multiply_adds(module: nn.Module) -> Iterator[dict[str, int]]:
     with ExitStack() as hooks:
         for name, layer in module.named_modules():
             if isinstance(layer, COUNTED):
-                hooks.callback(layer.register_forward_hook(count(name)).remove)
+                hooks.callback(layer.register_forward_hook(count(name), with_kwargs=True).remove)
         yield counts

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 from typing import Any
 
@@ -33,7 +34,7 @@ from lightning_lowrank.federated.messages import Message
 from lightning_lowrank.federated.protocols import UnequalClients
 from lightning_lowrank.federated.state import trained_tensors
 from lightning_lowrank.layers import LowRankLayer
-from lightning_lowrank.layers.survey import RECURRENT
+from lightning_lowrank.layers.survey import RECURRENT, weight_shape
 from lightning_lowrank.multiply_adds import COUNTED, multiply_adds
 from lightning_lowrank.units import percent
 
@@ -93,14 +94,14 @@ def inspect_run(
     layers = []
     for name, layer in module.named_modules():
         if isinstance(layer, COUNTED):
-            found = report.get(name)
+            found, shape = report.get(name), weight_shape(layer) or (0,)
             layers.append(
                 {
                     "name": name,
                     "kind": found.kind if found else type(layer).__name__,
-                    "shape": list(layer.weight.shape),
+                    "shape": list(shape),
                     "rank": layer.rank if isinstance(layer, LowRankLayer) else None,
-                    "parameters": layer.weight.numel(),
+                    "parameters": math.prod(shape),
                     "trainable": _trainable(value for part, value in layer.named_parameters() if part != "bias"),
                     "macs": macs.get(name),
                     "left_alone": found.reason if found and not found.converted else None,
@@ -201,7 +202,7 @@ def _multiply_adds(module: pl.LightningModule, problems: list[str]) -> dict[str,
         return {
             name: layer.multiply_adds(torch.empty(1, layer.in_features, device="meta"))
             if isinstance(layer, LowRankLayer)
-            else layer.weight.numel()
+            else math.prod(weight_shape(layer) or (0,))
             for name, layer in module.named_modules()
             if isinstance(layer, nn.Linear)
         }

@@ -379,9 +379,10 @@ class Operations:
             self.of_sample(first)
             return
         except Exception:
+            pass
+        try:
             # The step may need tensors with values, which the meta device lacks.
             self._copy(algorithm, base, batch, meta=False)
-        try:
             self.of_sample(first)
         except Exception as error:
             raise MisconfigurationException(
@@ -397,6 +398,11 @@ class Operations:
                 empty = torch.empty_like(tensor, device="meta")
                 parameter = isinstance(tensor, nn.Parameter)
                 known[id(tensor)] = nn.Parameter(empty, tensor.requires_grad) if parameter else empty
+        for part in base.module.modules():
+            for value in vars(part).values():
+                # A computed weight of torch's older weight_norm, spectral_norm and pruning, which torch does not copy.
+                if isinstance(value, Tensor) and not value.is_leaf:
+                    known[id(value)] = value.detach().to("meta") if meta else value.detach().clone()
         copied = replace(base, optimizers=(), initial_buffers={}, state={})
         # One deepcopy of both, so that references from the method to parts of the module point into the copy.
         self._base, self._algorithm = copy.deepcopy((copied, algorithm), known)

@@ -16,6 +16,7 @@ from lightning_lowrank.federated.stages import RoundStage
 from lightning_lowrank.federated.state import ClientInfo, Server
 from lightning_lowrank.internals.peft import peft_parameters
 from lightning_lowrank.layers import low_rank_layers
+from lightning_lowrank.layers.precision import types_before
 
 # Prefixes that PEFT adds to the names of a wrapped model's parameters.
 _PEFT_NAMES = re.compile(r"\bbase_model\.model\.|\bbase_layer\.|\boriginal_module\.")
@@ -24,6 +25,7 @@ _PEFT_NAMES = re.compile(r"\bbase_model\.model\.|\bbase_layer\.|\boriginal_modul
 def dense_bytes(module: nn.Module) -> int:
     """The size of a message of dense FedAvg for ``module``, in the present types of its tensors.
 
+    Tensors that a conversion changed from 16 bits to float32 count in 16 bits, as in the dense model.
     Such a message has the buffers, the trained parameters, and the parameters that factors replace: the weights of
     low-rank layers, the parameters that ``freeze_rest`` froze, and all of a model that PEFT wrapped. So the same
     adapters have the same size of the dense model, whichever library made them.
@@ -38,7 +40,7 @@ def dense_bytes(module: nn.Module) -> int:
         tied = first in factors
         factors.update((*own, first))
         if not tied and any(value.requires_grad for value in (*own, first)):
-            tensors[f"{name}.weight"] = torch.empty(layer.weight_shape, dtype=first.dtype, device="meta")
+            tensors[f"{name}.weight"] = torch.empty(layer.weight_shape, dtype=layer.weight_dtype, device="meta")
     replaced = {
         f"{prefix}.{name}".lstrip(".")
         for prefix, part in module.named_modules()
@@ -52,7 +54,12 @@ def dense_bytes(module: nn.Module) -> int:
             elif not value.requires_grad and name not in replaced:
                 continue
             tensors[name] = value
-    return Dense().nbytes({**tensors, **persistent_buffers(module)})
+    tensors.update(persistent_buffers(module))
+    before = types_before(module)
+    for name, tensor in tensors.items():
+        if tensor in before:
+            tensors[name] = torch.empty(tensor.shape, dtype=before[tensor], device="meta")
+    return Dense().nbytes(tensors)
 
 
 class Ledger(RoundStage):

@@ -7,7 +7,7 @@ from typing import Any, ClassVar
 
 from torch import nn
 
-from lightning_lowrank.internals.torch import own_children, own_parameters
+from lightning_lowrank.internals.torch import is_persistent, own_buffers, own_children, own_parameters
 from lightning_lowrank.layers.layer import LowRankLayer, take_over_attributes
 
 
@@ -29,8 +29,8 @@ class LowRankMultiheadAttention(nn.MultiheadAttention):
         """Build a low-rank attention from a dense one.
 
         Args:
-            module: The dense attention, which should not be used further: its parameters and children become those of
-                the new layer.
+            module: The dense attention, which should not be used further: its parameters, buffers and children become
+                those of the new layer.
             projections: The layers by name: ``"in_proj"``, ``"q_proj"``, ``"k_proj"`` or ``"v_proj"``.
 
         Raises:
@@ -47,6 +47,7 @@ class LowRankMultiheadAttention(nn.MultiheadAttention):
                 if name.removesuffix("_weight") not in projections
             }
         )
+        _copy_buffers(layer, module)
         for name, child in own_children(module).items():
             layer.add_module(name, child)
         for name, projection in projections.items():
@@ -68,6 +69,7 @@ class LowRankMultiheadAttention(nn.MultiheadAttention):
         for name, parameter in own_parameters(self).items():
             if name not in own_parameters(dense):
                 dense.register_parameter(name, parameter)
+        _copy_buffers(dense, self)
         for name, child in own_children(self).items():
             if name not in self.PROJECTIONS:
                 dense.add_module(name, child)
@@ -82,3 +84,8 @@ class LowRankMultiheadAttention(nn.MultiheadAttention):
     q_proj_weight: Any = property(lambda self: self._weight("q_proj_weight"))
     k_proj_weight: Any = property(lambda self: self._weight("k_proj_weight"))
     v_proj_weight: Any = property(lambda self: self._weight("v_proj_weight"))
+
+
+def _copy_buffers(target: nn.Module, source: nn.Module) -> None:
+    for name, buffer in own_buffers(source).items():
+        target.register_buffer(name, buffer, persistent=is_persistent(source, name))

@@ -17,7 +17,7 @@ from lightning_lowrank.layers.conversion_report import Conversion, LayerReport
 from lightning_lowrank.layers.factorization import Factorization
 from lightning_lowrank.layers.layer import LowRankLayer, low_rank_layers
 from lightning_lowrank.layers.linear import LowRankLinear
-from lightning_lowrank.layers.precision import widen
+from lightning_lowrank.layers.precision import widen, widen_factors
 from lightning_lowrank.layers.recovery import LayerSpec, replace_modules
 from lightning_lowrank.layers.settings import LayerSettings, LowRankSettings, update_scale
 from lightning_lowrank.layers.survey import Candidate, keep_ties, low_rank_class, select, survey
@@ -101,6 +101,8 @@ def convert(model: nn.Module, factorization: Factorization, *, seed: int = 0, **
         for parameter in model.parameters():
             parameter.requires_grad_(parameter in spared)
         if not how.train_base:
+            for _, low_rank in low_rank_layers(model):
+                widen_factors(low_rank.factors)
             widen(model, spared)
     frozen = (name for name, p in dense.items() if not p.requires_grad and p not in replaced)
     model.frozen_for_factors = frozenset(frozen)  # type: ignore[assignment]

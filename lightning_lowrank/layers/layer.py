@@ -159,6 +159,8 @@ class LowRankLayer(nn.Module):
             return "its forward is replaced on the instance"
         if set(own_parameters(module)) - {"bias"} != {"weight"} or own_buffers(module) or own_children(module):
             return _why_other_tensors({*own_parameters(module), *own_buffers(module), *own_children(module)})
+        if own_parameters(module)["weight"] is None:
+            return "it has no weight"
         dtype = module.get_parameter("weight").dtype
         if not dtype.is_floating_point or dtype.itemsize < 2:
             return f"its weight is of type {dtype}"
@@ -328,7 +330,7 @@ class LowRankLayer(nn.Module):
     def _composed(self) -> Tensor:
         if self.role == "update":
             return (self.frozen_weight + self.update()).to(self.frozen_weight.dtype)
-        return self.update().to(self._output_dtype)
+        return self.update().to(self.weight_dtype)
 
     def scale_at(self, rank: int) -> float:
         """The scale of the update if its factors had another rank."""
@@ -615,21 +617,22 @@ class LowRankLayer(nn.Module):
 
     @property
     def _factors_are_wider(self) -> bool:
-        return self._output_dtype != self._factor_dtype
+        return self.weight_dtype != self._factor_dtype
 
     @property
     def _factor_dtype(self) -> torch.dtype:
         return next(iter(self.factors.values())).dtype
 
     @property
-    def _output_dtype(self) -> torch.dtype:
+    def weight_dtype(self) -> torch.dtype:
+        """The dtype of ``weight``: the dense layer's, also where the factors are float32."""
         if self.role == "update":
             return self.frozen_weight.dtype
         return type_before(self.factors) or self._factor_dtype
 
     def _as_input(self, value: Tensor, input: Tensor) -> Tensor:
         """A factor or weight in the dtype that the layer computes in: the input's, as under autocast."""
-        return value.to(input.dtype if input.is_floating_point() else self._output_dtype)
+        return value.to(input.dtype if input.is_floating_point() else self.weight_dtype)
 
     @property
     def _adds_to_base(self) -> bool:

@@ -106,7 +106,7 @@ class LowRankEmbedding(LowRankLayer, nn.Embedding):  # type: ignore[override]
 
     def _apply_dense(self, input: Tensor, weight: Tensor, bias: Tensor | None, *geometry: Any) -> Tensor:
         # Autocast composes in half precision, but a dense embedding returns its table's dtype.
-        return F.embedding(input, weight, self.padding_idx).to(self._output_dtype)
+        return F.embedding(input, weight, self.padding_idx).to(self.weight_dtype)
 
     def _apply_factors(
         self, input: Tensor, factors: Mapping[str, Tensor], bias: Tensor | None, *geometry: Any
@@ -117,4 +117,4 @@ class LowRankEmbedding(LowRankLayer, nn.Embedding):  # type: ignore[override]
             output = output @ kernel
         if self.padding_idx is not None:
             output = torch.where((input == self.padding_idx).unsqueeze(-1), output.detach(), output)
-        return output.to(self._output_dtype)
+        return output.to(self.weight_dtype)

@@ -193,7 +193,8 @@ class LowRankSettings(LayerSettings):
         keep_trained: Patterns of parameter names that ``freeze_rest`` leaves trained, such as ``["classifier"]`` for
             the new head of a pretrained model. None by default. The weight of a converted layer is frozen all the
             same; name the layer in ``exclude`` to train it whole. In a model of 16 bits, modules whose parameters are
-            all kept become float32, as the factors are.
+            all kept, children's included, become float32 with their buffers, as the factors are. Other kept parameters
+            keep their type.
 
     Raises:
         TypeError: If a setting is of another type, such as a string for a list of patterns.

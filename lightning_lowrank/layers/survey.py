@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from lightning_lowrank.arguments import join_names
-from lightning_lowrank.internals.torch import own_parameters
+from lightning_lowrank.internals.torch import CONVOLUTIONS, TRANSPOSED_CONVOLUTIONS, own_buffers, own_parameters
 from lightning_lowrank.layers.attention import LowRankMultiheadAttention
 from lightning_lowrank.layers.convolution import (
     LowRankConv1d,
@@ -65,6 +65,31 @@ def low_rank_class(module: nn.Module) -> type[LowRankLayer] | None:
     return None
 
 
+def weight_shape(module: nn.Module) -> tuple[int, ...] | None:
+    """The shape of a layer's weight, ``None`` if it has no weight.
+
+    A weight that is computed at each reading is not read: spectral normalisation, for one, then changes its buffers.
+    """
+    if isinstance(module, LowRankLayer):
+        return module.weight_shape
+    for table in (own_parameters(module), own_buffers(module), vars(module)):
+        if isinstance(weight := table.get("weight"), Tensor):
+            return tuple(weight.shape)
+    if not hasattr(type(module), "weight"):
+        return None
+    layer: Any = module
+    if isinstance(module, CONVOLUTIONS):
+        channels = (layer.out_channels, layer.in_channels)
+        first, second = reversed(channels) if isinstance(module, TRANSPOSED_CONVOLUTIONS) else channels
+        return (first, second // layer.groups, *layer.kernel_size)
+    if isinstance(module, (nn.Embedding, nn.EmbeddingBag)):
+        return (layer.num_embeddings, layer.embedding_dim)
+    if isinstance(module, nn.Bilinear):
+        return (layer.out_features, layer.in1_features, layer.in2_features)
+    # Transformers' Conv1D has other names.
+    return (layer.out_features, layer.in_features) if isinstance(module, nn.Linear) else (layer.nx, layer.nf)
+
+
 @dataclass
 class Candidate:
     """A layer's weight that may be converted.
@@ -95,7 +120,7 @@ class Candidate:
         self.numbers = self.weight.numel()
         # A computed weight, as with weight normalisation, is not a parameter.
         computed = not self.projection and own_parameters(self.module).get("weight") is None
-        named = self.module.named_parameters()
+        named = self.module.named_parameters() if self.numbers else ()
         self.sources = [value for name, value in named if not name.endswith("bias")] if computed else [self.weight]
         self.trainable = any(source.requires_grad for source in self.sources)
         self.suffix = "" if isinstance(self.module, RECURRENT) else "_weight" if self.projection else ".weight"
@@ -185,8 +210,9 @@ def _candidates(model: nn.Module, factorization: Factorization) -> list[Candidat
             )
         reason = _why_not(module, projection, factorization)
         if weight is None:
-            reason = reason or "its weight is computed from other tensors"
-            weight = nn.Parameter(torch.as_tensor(module.weight).detach(), requires_grad=False)
+            shape = weight_shape(module)
+            reason = reason or ("it has no weight" if shape is None else "its weight is computed from other tensors")
+            weight = nn.Parameter(torch.empty(shape or 0, device="meta"), requires_grad=False)
         layers.append(Candidate(name, tuple(aliases), module, projection, weight, reason))
     surveyed = {f"{layer.name}{layer.suffix}" for layer in layers}
     for layer in layers:

@@ -9,6 +9,7 @@ from typing import Any
 
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
+from torch.nn.utils.parametrize import is_parametrized
 
 from lightning_lowrank.arguments import check_integer
 from lightning_lowrank.internals.torch import BATCH_NORMS, INSTANCE_NORMS
@@ -83,6 +84,8 @@ def projected_parameter_groups(
                 names.setdefault(parameter, []).append(name)
             if parameter.ndim < 2 or isinstance(module, _NOT_PROJECTED):
                 unsuitable.add(parameter)
+        if isinstance(module, _NOT_PROJECTED) and is_parametrized(module):
+            unsuitable.update(module.get_submodule("parametrizations").parameters())
     suitable = {parameter: own for parameter, own in names.items() if parameter not in unsuitable}
     for argument, patterns in (("include", include), ("exclude", exclude)):
         suited = [name for own in suitable.values() for name in own]

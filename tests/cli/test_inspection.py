@@ -1,5 +1,6 @@
 """`inspect`: the figures of a run before it runs."""
 
+import copy
 import io
 import json
 import sys
@@ -15,6 +16,7 @@ from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from rich.console import Console
 from torch import Tensor, nn
+from torch.nn.utils import parametrizations, prune
 
 from lightning_lowrank import BlockKronecker, FedAvg, FederatedLoop, FedMUD, LowRank, MatrixProduct, convert
 from lightning_lowrank.cli import main
@@ -267,6 +269,46 @@ def test_macs_of_other_layers_by_hand_whatever_the_examples_form():
         assert module.training
         assert figures["problems"] == []
         assert not any(layer._forward_hooks for layer in module.modules())
+
+
+class Weightless(nn.Linear):
+    def __init__(self) -> None:
+        super().__init__(6, 4)
+        self.weight = None
+        self.table = nn.Parameter(torch.zeros(4, 6))
+
+    def forward(self, input: Tensor) -> Tensor:
+        return nn.functional.linear(input, self.table)
+
+
+class Computed(Module):
+    """Layers whose weights are computed from other tensors, and one that has no weight."""
+
+    def __init__(self) -> None:
+        super().__init__(nn.Sequential(parametrizations.spectral_norm(nn.Linear(6, 6)), Weightless()))
+        self.line = parametrizations.weight_norm(nn.Conv1d(2, 4, 3, groups=2))
+        self.transposed = parametrizations.weight_norm(nn.ConvTranspose2d(4, 6, 2, groups=2))
+        self.pruned = prune.l1_unstructured(nn.Linear(4, 3), "weight", 0.5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        image = self.line(x[:, None].repeat(1, 2, 1))[..., None]
+        return self.pruned(self.net(x)) + self.transposed(input=image).sum()
+
+
+def test_macs_of_layers_whose_weight_is_computed():
+    module = Computed()
+    module.example_input_array = torch.zeros(5, 6)
+    before = copy.deepcopy(module.state_dict())
+    figures = inspect_run(module)
+    assert figures["problems"] == []
+    assert {layer["name"]: (layer["shape"], layer["macs"]) for layer in figures["layers"]} == {
+        "net.0": ([6, 6], 36),
+        "net.1": ([0], None),
+        "line": ([4, 1, 3], 4 * 4 * 1 * 3),
+        "transposed": ([4, 3, 2, 2], 4 * 4 * 3 * 2 * 2),
+        "pruned": ([3, 4], 12),
+    }
+    assert all(torch.equal(value, before[name]) for name, value in module.state_dict().items())
 
 
 def test_macs_without_an_example():

@@ -241,6 +241,21 @@ def test_steps_that_need_values_are_counted(tmp_path):
     assert count(tmp_path, FedAvg(), Branches()) == FORWARD + BACKWARD
 
 
+@pytest.mark.filterwarnings("ignore::FutureWarning")
+@pytest.mark.parametrize("way", [nn.utils.parametrizations.weight_norm, nn.utils.weight_norm, nn.utils.spectral_norm])
+def test_layers_whose_weight_is_computed_are_counted(tmp_path, way):
+    module = Module()
+    way(module.net[2])
+    assert count(tmp_path, FedAvg(), module) >= FORWARD + BACKWARD
+
+
+def test_a_module_that_cannot_be_copied_is_refused(tmp_path):
+    module = Module()
+    module.held = [torch.ones(2, requires_grad=True) * 2]
+    with pytest.raises(MisconfigurationException, match=r"SystemModel\(operations=\.\.\.\)"):
+        count(tmp_path, FedAvg(), module)
+
+
 def test_steps_are_counted_on_what_reaches_them(tmp_path):
     """In the trainer's precision, and as the module's hook before the transfer gives it."""
 

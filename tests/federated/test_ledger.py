@@ -142,6 +142,9 @@ def test_dense_fedavg_sends_the_same_whatever_is_low_rank(settings):
     assert dense_bytes(module) == dense
     in_half = copy.deepcopy(module).bfloat16()
     assert dense_bytes(in_half) == dense_bytes(student_and_teacher().bfloat16())
+    of_half = student_and_teacher().bfloat16()
+    convert(of_half, MatrixProduct(), **settings)
+    assert dense_bytes(of_half) == dense_bytes(in_half)
     # A callback may freeze factors for some rounds, in which dense FedAvg would not send the weight either.
     for layer in (module["student"][2], module["teacher"]):
         layer.requires_grad_(False)

@@ -673,6 +673,44 @@ class Odds(nn.Module):
         self.template = self.borrowed.weight
 
 
+class Dropped(nn.Module):
+    def forward(self, weight):
+        return nn.functional.dropout(weight, training=self.training)
+
+
+def test_a_weight_that_is_computed_is_not_read():
+    model = nn.Sequential(nn.utils.parametrizations.spectral_norm(nn.Linear(6, 8)), nn.Linear(8, 8), nn.Linear(8, 8))
+    nn.utils.parametrize.register_parametrization(model[1], "weight", Dropped())
+    before, random = copy.deepcopy(model[0].state_dict()), torch.get_rng_state()
+    conversion = convert(model, MatrixProduct(), rank=2, role="weight")
+    assert [layer.shape for layer in conversion.layers] == [(8, 6), (8, 8), (8, 8)]
+    assert all(torch.equal(value, before[name]) for name, value in model[0].state_dict().items())
+    assert torch.equal(torch.get_rng_state(), random)
+
+
+class Hashed(nn.Embedding):
+    """An embedding without a weight of its own."""
+
+    def __init__(self):
+        super().__init__(1, 1)
+        del self.weight
+        self.tables = nn.ModuleList([nn.Embedding(30, 8), nn.Embedding(30, 8)])
+
+
+def test_layers_without_a_weight_are_left_alone_with_a_reason():
+    model = nn.Sequential(Hashed(), nn.Linear(8, 8), nn.Linear(8, 8))
+    model[1].weight = None
+    conversion = convert(model, MatrixProduct(), rank=2)
+    assert {layer.name: layer.reason for layer in conversion.layers} == {
+        "0": "Hashed is not exactly nn.Embedding",
+        "0.tables.0": "",
+        "0.tables.1": "",
+        "1": "it has no weight",
+        "2": "",
+    }
+    assert [conversion.layers[number].trainable for number in (0, 3)] == [0, 0]
+
+
 @pytest.mark.filterwarnings("ignore::FutureWarning")
 def test_what_cannot_be_converted_is_left_alone_with_a_reason():
     odds = Odds()
@@ -779,6 +817,22 @@ def test_a_budget_counts_shared_factors_once():
 
 
 # Attention
+
+
+def test_an_attention_keeps_its_buffers():
+    attention = nn.MultiheadAttention(16, 2)
+    attention.register_buffer("calls", torch.tensor(3))
+    attention.register_buffer("mask", torch.ones(2, 2), persistent=False)
+    nn.utils.prune.random_unstructured(attention, "in_proj_bias", 0.5)
+    model, inputs = nn.ModuleList([attention]), torch.randn(2, 2, 16)
+    kept = dict(attention.named_buffers())
+    for change in (lambda: convert(model, MatrixProduct(), rank=2), lambda: recover(model)):
+        change()
+        assert all(buffer is kept[name] for name, buffer in model[0].named_buffers())
+        assert {"calls", "in_proj_bias_mask", "mask"} == dict(model[0].named_buffers()).keys()
+        assert "0.calls" in model.state_dict()
+        assert "0.mask" not in model.state_dict()
+        assert model[0](inputs, inputs, inputs)[0].requires_grad
 
 
 def test_some_projections_of_an_attention_and_its_copies():

@@ -7,6 +7,7 @@ from collections import OrderedDict
 import pytest
 import torch
 from torch import nn
+from torch.nn.utils import parametrizations
 
 from lightning_lowrank.layers import MatrixProduct, convert, recover
 
@@ -156,3 +157,83 @@ def test_a_recovered_model_has_its_former_types_and_nothing_of_this_package(sett
     assert len(calls) == 2
     model.head._forward_hooks.clear()
     assert b"lightning_lowrank" not in pickle.dumps(model)
+
+
+class Table(nn.Module):
+    """A parameter of its own before the children, and one in a list after them."""
+
+    def __init__(self):
+        super().__init__()
+        self.places, self.norm = nn.Parameter(torch.randn(5, 16)), nn.LayerNorm(16)
+        self.project = nn.ParameterList([torch.randn(16, 8)])
+
+    def forward(self, inputs):
+        return self.norm(inputs + self.places) @ self.project[0]
+
+
+class Attention(nn.MultiheadAttention):
+    def forward(self, inputs):
+        return super().forward(inputs, inputs, inputs)[0]
+
+
+KEPT = {
+    "no bias": lambda: nn.Linear(16, 8, bias=False),
+    "convolution": lambda: nn.Conv1d(5, 4, 3, bias=False),
+    "norm": lambda: nn.LayerNorm(16, bias=False),
+    "statistics": lambda: nn.BatchNorm1d(5),
+    "children": Table,
+    "attention": lambda: Attention(16, 2),
+    "weight norm": lambda: parametrizations.weight_norm(nn.Linear(16, 8, bias=False)),
+    "spectral norm": lambda: parametrizations.spectral_norm(nn.Linear(16, 8)),
+}
+
+
+@pytest.mark.parametrize("kind", KEPT)
+def test_a_module_that_is_kept_whole_computes_in_32_bits(kind):
+    torch.manual_seed(0)
+    model = nn.ModuleDict({"body": nn.Linear(16, 16), "kept": KEPT[kind]()}).bfloat16()
+    before = {name: value.dtype for name, value in model.state_dict().items()}
+    convert(model, MatrixProduct(), rank=2, include=["body"], freeze_rest=True, keep_trained=["kept"])
+    assert {p.dtype for p in model["kept"].parameters()} == {torch.float32}
+    wide = copy.deepcopy(model["kept"]).float()
+    inputs = torch.randn(2, 5, 16).bfloat16()
+    output = model["kept"](inputs)
+    assert output.dtype == torch.bfloat16
+    assert torch.equal(output, wide(inputs.float()).bfloat16())
+    assert output.requires_grad
+    for name, value in wide.state_dict().items():
+        assert torch.equal(model["kept"].state_dict()[name], value)
+    recover(model)
+    assert {name: value.dtype for name, value in model.state_dict().items()} == before
+    assert not hasattr(model["kept"], "widened_buffers")
+
+
+def test_parameters_beside_frozen_children_keep_their_type():
+    class Own(Encoder):
+        def __init__(self):
+            super().__init__()
+            self.scale, self.attention = nn.Parameter(torch.ones(16)), nn.MultiheadAttention(16, 2)
+            self.shifts = nn.ParameterList([torch.ones(16)])
+
+        def forward(self, tokens):
+            hidden = self.hidden(self.table(tokens) * self.scale + self.shifts[0])
+            return self.head(self.norm(self.attention(hidden, hidden, hidden)[0]))
+
+    model = Own().bfloat16()
+    keep = ["scale", "shifts", "attention.out_proj", "in_proj_bias", "head"]
+    convert(model, MatrixProduct(), rank=2, include=["in_proj"], role="weight", freeze_rest=True, keep_trained=keep)
+    wide = {name for name, p in model.named_parameters() if p.dtype == torch.float32}
+    assert wide == {"attention.in_proj.factors.U", "attention.in_proj.factors.V", "head.weight", "head.bias"}
+    model(TOKENS).float().sum().backward()
+    assert model.scale.grad.any()
+
+
+def test_recovery_rounds_only_buffers_that_were_of_16_bits():
+    norm = nn.BatchNorm1d(5).bfloat16()
+    norm.register_buffer("exact", torch.tensor([1 / 3]))
+    model = nn.Sequential(nn.Linear(5, 5).bfloat16(), norm)
+    convert(model, MatrixProduct(), rank=1, include=["0"], freeze_rest=True, keep_trained=["1"])
+    assert norm.running_var.dtype == torch.float32
+    recover(model)
+    assert norm.running_var.dtype == torch.bfloat16
+    assert norm.exact.dtype == torch.float32

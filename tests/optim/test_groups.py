@@ -51,6 +51,13 @@ def test_groups_take_weights_of_linear_layers_and_convolutions():
     assert optimizer.projection(model.encoder[1].weight) is None
 
 
+def test_a_parametrized_embedding_is_not_projected():
+    model = nn.Sequential(*map(nn.utils.parametrizations.spectral_norm, (nn.Embedding(20, 8), nn.Linear(8, 4))))
+    projected, rest = names_of(model, projected_parameter_groups(model, 2))
+    assert projected == {"1.parametrizations.weight.original"}
+    assert rest == {"0.parametrizations.weight.original", "1.bias"}
+
+
 @pytest.mark.parametrize(
     ("patterns", "expected"),
     [
