@@ -191,6 +191,13 @@ class Personal(_Protocol):
         """
         return {}
 
+    def note_answer(self, server: Server, client: ClientInfo) -> None:
+        """Record in ``server.state`` that a client has received its broadcast and answered.
+
+        Called for each answer, also if `Algorithm.receive` is later called with the mean alone, as by `ClientPrivacy`.
+        A client that fails continues with its state from before the round, and is not recorded.
+        """
+
     def forget(self, server: Server, client: ClientInfo) -> None:
         """Handle the loss of a site's ``state``: the client continues as a new one."""
 

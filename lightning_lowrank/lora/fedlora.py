@@ -164,7 +164,6 @@ class FedLoRA(ChangesBase, UnequalClients, Personal):
             server.aggregator.add(rest, weight)
         arrival = {"weight": float(weight), "level": level, "factors": detached(factors)}
         server.state.setdefault("arrivals", {})[client.id] = arrival
-        self._exchange.answered(server, client.id, level)
 
     @torch.no_grad()
     def aggregate(self, server: Server) -> None:
@@ -325,6 +324,9 @@ class FedLoRA(ChangesBase, UnequalClients, Personal):
         """The factors, which a broadcast leaves out if the client has them already."""
         received = {name: server.model[name] for name in self._ranks.adapters.factors}
         return {"received": received} if self._exchange.alternates else {}
+
+    def note_answer(self, server: Server, client: ClientInfo) -> None:
+        self._exchange.answered(server, client.id, self._ranks.level(client))
 
     def forget(self, server: Server, client: ClientInfo) -> None:
         self._exchange.forget(server, client.id)
