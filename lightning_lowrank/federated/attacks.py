@@ -78,7 +78,8 @@ class Attack(Configured, ABC):
             drawn from the experiment's seed; or a list of ids.
 
     Raises:
-        MisconfigurationException: If an argument is out of range; when a fit begins, if there are not as many clients.
+        MisconfigurationException: If an argument is out of range; when a fit begins, if there are not as many clients;
+            in a round, if an attacker's change is not known, as with ``FedLoRA(LoRAA2(), upload_ranks=4)``.
     """
 
     poisons_labels = False
@@ -181,6 +182,14 @@ class Attack(Configured, ABC):
                 sent = self.forge(attempt)
                 if sent is own:
                     continue
+                began = origins[arrival.client.id].get(name)
+                if began is not None and began.shape != value.shape:
+                    shapes = f"{tuple(value.shape)}, and the server's has {tuple(began.shape)}"
+                    raise MisconfigurationException(
+                        f"attackers: {type(self).__name__} forges changes, and client {arrival.client.id} sends"
+                        f" {name!r}, whose change is not known: it has the shape {shapes}. Use LabelFlip(), or a method"
+                        " that sends whole tensors."
+                    )
                 wide = value.to(own)
                 # An infinite number, as in a mask, stays: a change would make it finite.
                 finite = (own.isfinite() & wide.isfinite()).to(value.device)

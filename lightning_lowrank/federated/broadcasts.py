@@ -134,7 +134,7 @@ class Broadcasts:
         """A client's answer; converted to changes of the server's exact values if `rebases` is set."""
         if not self.rebases:
             return tensors
-        own, received = self.exact_origin_of(client), self.origin(self.packet(client).received)
+        own, received = self.exact_origin_of(client), self.origin(client, self.packet(client).received)
 
         def shift(name: str) -> Tensor:
             ends = own[name], received[name]
@@ -146,17 +146,17 @@ class Broadcasts:
 
         return self._wire.rebased(self._server.base, tensors, own, shift)
 
-    def origin(self, received: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+    def origin(self, client: ClientInfo, received: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
         """The reference values, by name, for the change in a client's answer, if it ``received`` this broadcast."""
         base = self._server.base
         # Parts of the global model may have been sent in earlier rounds only, so start from all of it.
-        origin = upload_origin(self._algorithm, base, self._server.sent_down(), received)
+        origin = upload_origin(self._algorithm, base, client, self._server.sent_down(), received)
         return {**origin, **base.fresh_buffers}
 
     def origin_of(self, client: ClientInfo) -> Mapping[str, Tensor]:
         """The reference values, by name, for the change in a client's answer after `rebased`."""
-        return self.exact_origin_of(client) if self.rebases else self.origin(self.packet(client).received)
+        return self.exact_origin_of(client) if self.rebases else self.origin(client, self.packet(client).received)
 
     def exact_origin_of(self, client: ClientInfo) -> Mapping[str, Tensor]:
         """The reference values as the server has them, without the losses of the downlink."""
-        return self.origin(self.message(client).tensors)
+        return self.origin(client, self.message(client).tensors)

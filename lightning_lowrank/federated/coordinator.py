@@ -185,7 +185,7 @@ class Coordinator(Exchange):
     @override
     def takes_changes(self, packet: Packet) -> bool:
         # A packet sent alone is received in one way only, because its result is the same to the bit everywhere.
-        own = packet.together and inherits(self.algorithm, "receive") and not self._sees_messages
+        own = packet.together and inherits(self.algorithm, "receive", "note_answer") and not self._sees_messages
         # The values of 16 bits are rounded, and the sender's residual includes that.
         return own and self.has_all_answers and all(packet.arrived[name].itemsize >= 4 for name in packet.references)
 
@@ -217,13 +217,16 @@ class Coordinator(Exchange):
 
     def _pass_on(self, arrival: Arrival, first: int = 0) -> None:
         """Pass an arrival to the stages from position ``first`` on, then to the method."""
-        found: Arrival | None = arrival
+        client = arrival.client
         for stage in self.stages[first:]:
             found = stage.arrived(arrival)
             if found is None:
-                return
+                break
             arrival = found
-        self.algorithm.receive(self.server, arrival.client, arrival.message, arrival.weight)
+        else:
+            self.algorithm.receive(self.server, arrival.client, arrival.message, arrival.weight)
+        if not first:
+            Personal.of(self.algorithm).note_answer(self.server, client)
 
     def origin_of(self, client: ClientInfo) -> Mapping[str, Tensor]:
         """The reference values, by name, for the change in a client's message, as the client received them."""
@@ -259,7 +262,7 @@ class Coordinator(Exchange):
     @property
     def averages_models(self) -> bool:
         """Whether stacks of clients' values may be averaged directly, without a message for each client."""
-        own = inherits(self.algorithm, "end", "receive") and not self._sees_messages
+        own = inherits(self.algorithm, "end", "receive", "note_answer") and not self._sees_messages
         return own and not self.settings.uplink and not self.broadcasts.rebases
 
     def receive_stacks(

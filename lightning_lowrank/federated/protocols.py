@@ -94,6 +94,13 @@ class UnequalClients(_Protocol):
         becomes the global model.
         """
 
+    def in_own_form(self, client: ClientInfo, values: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+        """The part of ``values`` that ``client`` has, in the form in which its training starts, such as its own rank.
+
+        Called with the results of `ChangesBase.reference`, `OwnCodec.reference` and `OwnCodec.upload_origin`.
+        """
+        return values
+
     def model_for(self, server: Server, client: ClientInfo) -> Mapping[str, Tensor]:
         """The global model in the form in which ``client`` would receive it."""
         return server.model
@@ -184,6 +191,13 @@ class Personal(_Protocol):
         """
         return {}
 
+    def note_answer(self, server: Server, client: ClientInfo) -> None:
+        """Record in ``server.state`` that a client has received its broadcast and answered.
+
+        Called for each answer, also if `Algorithm.receive` is later called with the mean alone, as by `ClientPrivacy`.
+        A client that fails continues with its state from before the round, and is not recorded.
+        """
+
     def forget(self, server: Server, client: ClientInfo) -> None:
         """Handle the loss of a site's ``state``: the client continues as a new one."""
 
@@ -247,22 +261,29 @@ def needs_only_mean(algorithm: Algorithm) -> bool:
     return inherits(algorithm, "receive") if claimed is None else claimed
 
 
-def reference(algorithm: Algorithm, base: Base, received: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
-    """A method's reference values; codecs encode a client's message as a difference from them."""
+def reference(
+    algorithm: Algorithm, base: Base, client: ClientInfo, received: Mapping[str, Tensor]
+) -> Mapping[str, Tensor]:
+    """A client's reference values; codecs encode its message as a difference from them."""
+    found = received
     if isinstance(algorithm, (ChangesBase, OwnCodec)):
-        return algorithm.reference(base, received)
-    if algorithm.claims.sends_changes:
-        return {name: value for name, value in received.items() if name in base.initial_buffers}
-    return received
+        found = algorithm.reference(base, received)
+    elif algorithm.claims.sends_changes:
+        found = {name: value for name, value in received.items() if name in base.initial_buffers}
+    return UnequalClients.of(algorithm).in_own_form(client, found)
 
 
 def upload_origin(
-    algorithm: Algorithm, base: Base, model: Mapping[str, Tensor], received: Mapping[str, Tensor]
+    algorithm: Algorithm,
+    base: Base,
+    client: ClientInfo,
+    model: Mapping[str, Tensor],
+    received: Mapping[str, Tensor],
 ) -> Mapping[str, Tensor]:
-    """A method's reference values for the change in a client's message; see `OwnCodec.upload_origin`."""
+    """The reference values for the change in a client's message; see `OwnCodec.upload_origin`."""
     if isinstance(algorithm, OwnCodec):
-        return algorithm.upload_origin(base, model, received)
-    return reference(algorithm, base, {**model, **received})
+        return UnequalClients.of(algorithm).in_own_form(client, algorithm.upload_origin(base, model, received))
+    return reference(algorithm, base, client, {**model, **received})
 
 
 def state_rank(algorithm: Algorithm, client: int, rank: int) -> None:

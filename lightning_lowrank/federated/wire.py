@@ -326,13 +326,23 @@ class Wire:
             for name, value in client.state.get(_RESIDUAL, {}).items()
             if drawn_in(name, client.round) <= last
         }
+        known = reference(self._algorithm, client.base, client, received)
+        self._check_shapes(client.base, message, known)
         return Outgoing(
             message.tensors,
             derive_seed(client.seed, "uplink", client.round, client.id),
-            reference(self._algorithm, client.base, received),
+            known,
             residual,
             client.state.get(_MEMORY),
         )
+
+    def _check_shapes(self, base: Base, message: Message, known: Mapping[str, Tensor]) -> None:
+        """Refuse tensors that the channel would send as values although they have a reference, of another shape."""
+        for name in sorted(message.tensors.keys() & known.keys() - self._exact(base)) if self._coarse else ():
+            value, other = message.tensors[name], known[name]
+            if value.is_floating_point() and value.shape != other.shape:
+                shapes = f"{tuple(value.shape)}, and its reference {tuple(other.shape)}"
+                self._refuse_coarse(f"sends the values of {name!r}, as it has the shape {shapes}")
 
     def _warn_of_no_effect(self, residual: Mapping[str, Tensor]) -> None:
         """Warn once if error feedback has no effect: the factors of some tensors are redrawn in each round."""
@@ -355,6 +365,7 @@ class Wire:
     def decode_up(
         self,
         base: Base,
+        client: ClientInfo,
         data: bytes,
         received: Mapping[str, Tensor],
         codec: Codec | None,
@@ -364,6 +375,7 @@ class Wire:
 
         Args:
             base: The server's.
+            client: The client.
             data: The bytes.
             received: The tensors that the client received.
             codec: The method's own, if any.
@@ -371,5 +383,6 @@ class Wire:
         """
         if not self.uplink.codecs:
             return self.uplink.receive(data, message_codec=codec, schema=schema)
-        known = {name: value.cpu() for name, value in reference(self._algorithm, base, received).items()}
+        reference_values = reference(self._algorithm, base, client, received)
+        known = {name: value.cpu() for name, value in reference_values.items()}
         return self.uplink.receive(data, reference=known, exact=self._exact(base), message_codec=codec, schema=schema)

@@ -24,6 +24,7 @@ from lightning_lowrank.compression import Codec, DecodingError, Packet, Schema
 from lightning_lowrank.federated.coordinator import Coordinator
 from lightning_lowrank.federated.failures import describe_error
 from lightning_lowrank.federated.protocols import UnequalClients
+from lightning_lowrank.federated.state import ClientInfo
 from lightning_lowrank.flower.messages import field_of, printable, read_upload, unpack
 
 __all__ = ["Expected", "Intake", "expect", "limit_claims"]
@@ -147,8 +148,8 @@ class Intake:
                     refused[client] = printable(f"a stage refuses it: {refusal}")
                     continue
                 # Decoded again when passed to the method, so that at most one site's tensors are in memory.
-                tensors = self._decode(data[client], expected[client])
-                self._changed[client] = self._changes(tensors, expected[client])
+                tensors = self._decode(info, data[client], expected[client])
+                self._changed[client] = self._changes(info, tensors, expected[client])
             except DecodingError as error:
                 refused[client] = printable(str(error))
         # Only answers of this call are refused: the method already has those of earlier calls.
@@ -228,12 +229,12 @@ class Intake:
             raise DecodingError(f"it answers for another round: {fields.get('round')}.")
         return payloads.get(number, b"")
 
-    def _decode(self, data: bytes, expected: Expected) -> dict[str, Tensor]:
+    def _decode(self, client: ClientInfo, data: bytes, expected: Expected) -> dict[str, Tensor]:
         coordinator = self.coordinator
 
         def decode(data: bytes, schema: Schema) -> Mapping[str, Tensor]:
             received = expected.received
-            return coordinator.wire.decode_up(coordinator.server.base, data, received, expected.codec, schema)
+            return coordinator.wire.decode_up(coordinator.server.base, client, data, received, expected.codec, schema)
 
         return read_upload(data, expected.schema, decode, coordinator.infinite)
 
@@ -246,8 +247,9 @@ class Intake:
         undo, staged = coordinator.checkpoint(), _Staged()
         server.aggregator = staged
         try:
-            tensors = self._decode(data, expected)
-            coordinator.receive_decoded(coordinator.info(client), move_data_to_device(tensors, server.base.device))
+            info = coordinator.info(client)
+            tensors = self._decode(info, data, expected)
+            coordinator.receive_decoded(info, move_data_to_device(tensors, server.base.device))
             for added, weight in staged.kept:
                 aggregator.add(added, weight)
         except Exception as error:  # the method's or the aggregator's, over this answer alone
@@ -257,7 +259,7 @@ class Intake:
             server.aggregator = aggregator
         return None
 
-    def _changes(self, tensors: Mapping[str, Tensor], expected: Expected) -> dict[str, _Change]:
+    def _changes(self, client: ClientInfo, tensors: Mapping[str, Tensor], expected: Expected) -> dict[str, _Change]:
         """The norms of an answer's changes relative to the broadcast, by kind of tensor.
 
         Raises:
@@ -265,7 +267,7 @@ class Intake:
         """
         base, model = self.coordinator.server.base, self.coordinator.server.model
         known = {**model, **base.fresh_buffers, **expected.received}
-        origin = self.coordinator.broadcasts.origin(expected.received)
+        origin = self.coordinator.broadcasts.origin(client, expected.received)
         sparse = expected.codec is not None and expected.codec.sparse
         squares: dict[str, tuple[list[float], list[float]]] = {}
         names: dict[str, list[str]] = {}

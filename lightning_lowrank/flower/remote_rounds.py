@@ -617,11 +617,14 @@ class RemoteRounds(Callback):
         outcome.passing = True
         if not expected:
             return
-        first = expected[min(expected)]
-        base, schema = coordinator.server.base, first.schema
-        known = reference(algorithm, base, first.received)
+        base, schema = coordinator.server.base, expected[min(expected)].schema
+        references = {
+            client: reference(algorithm, base, coordinator.info(client), each.received)
+            for client, each in expected.items()
+        }
+        known = references[min(expected)]
         for client, each in expected.items():
-            same = each.schema == schema and equal_tensors(reference(algorithm, base, each.received), known)
+            same = each.schema == schema and equal_tensors(references[client], known)
             if not same or each.codec is not None or schema.flexible:
                 raise MisconfigurationException(
                     "secure-aggregation sums changes of the same tensors in the same encoding, but"

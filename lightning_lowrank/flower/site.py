@@ -416,7 +416,7 @@ class _FlowerExchange(SiteExchange):
         """Pack a client's message, within the limits of the site's policy."""
         policy, exact = self._site.policy, self.algorithm.claims.exact
         policy.check_tensors(message.tensors, "the answer")
-        known = {**reference(self.algorithm, client.base, self.received), **client.base.fresh_buffers}
+        known = {**reference(self.algorithm, client.base, client, self.received), **client.base.fresh_buffers}
         packet = super().pack(client, policy.clipped(message, known, exact, client.base.initial_buffers))
         if self.private is None:
             policy.check_change(packet.received, known, exact)
@@ -425,7 +425,7 @@ class _FlowerExchange(SiteExchange):
     def receive(self, client: ClientContext, packet: Packet) -> None:
         """Encode the client's message."""
         if self._site.round.secure:
-            known = reference(self.algorithm, self.server.base, self.received)
+            known = reference(self.algorithm, client.base, client, self.received)
             self._site.round.upload = Dense().encode(changes_of(packet.received, known))
         else:
             self._site.round.upload = packet.encode()

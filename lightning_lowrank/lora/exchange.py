@@ -167,11 +167,14 @@ class FactorExchange:
         drawn, received, personal = shared.get("factors", {}), own.get("received", {}), own.get("personal", {})
         return {**shared["initial"], **drawn, **received, **personal}
 
-    def to_own(self, adapter: Adapter, name: Name, round_number: int) -> float:
-        """The factor that converts a LoRA factor from the scaling of the full rank to the client's own scaling."""
-        absorbing = self._operator.absorbing(round_number)
-        ratio = self._ranks.adapters.scalings[adapter.name] / adapter.scaling
-        return ratio ** (1 / len(absorbing)) if name in absorbing else 1.0
+    def own_factor(self, adapter: Adapter, name: Name, value: Tensor, level: float, round_number: int) -> Tensor:
+        """A factor with which a client of a level starts: its slots of ``value``, in the scaling of its own rank.
+
+        ``value`` has the scaling of the full rank.
+        """
+        value, absorbing = self._ranks.slots(adapter, name, value, level), self._operator.absorbing(round_number)
+        ratio = self._ranks.adapters.scalings[adapter.name] / self._ranks.scaling(adapter, level)
+        return value * ratio ** (1 / len(absorbing)) if name in absorbing and ratio != 1 else value
 
     def from_own(self, adapter: Adapter, name: Name, round_number: int) -> float:
         """The factor that converts a LoRA factor from the client's own scaling to that of the full rank."""

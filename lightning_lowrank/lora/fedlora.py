@@ -56,9 +56,9 @@ class FedLoRA(ChangesBase, UnequalClients, Personal):
     of the parameters trained outside the adapters; its inner products come from the factors, and no product is built.
     Rules of single numbers are refused, as are operators whose clients keep a pair or a factor of their own.
 
-    Codecs of the loop's ``uplink`` get changes of factors. If broadcasts have different factors in different rounds
-    (``RoLoRA``, ``LoRAA2``, ``FedSVD`` with a period above 1), or clients of several ranks have different scalings,
-    they get values. Then ``Half`` and ``Quantize`` can be used; ``Sign`` and codecs that leave numbers out are refused.
+    Codecs of the loop's ``uplink`` get changes of factors, in the scaling of each client's own rank. If broadcasts have
+    different factors in different rounds (``RoLoRA``, ``LoRAA2``, ``FedSVD`` with a period above 1), they get values.
+    Then ``Half`` and ``Quantize`` can be used; ``Sign`` and codecs that leave numbers out are refused.
 
     Args:
         operator: How factors are combined, such as ``ProductSum()`` or ``SumProduct()``.
@@ -133,21 +133,12 @@ class FedLoRA(ChangesBase, UnequalClients, Personal):
         self._kept = set(names_that_match(base.module, "keep", self.keep, others, what))
         local = [f"the factor {name} of each adapter" for name in self.operator.trained(0) - self.operator.sent_up(0)]
         local += [join_names(sorted(self._kept))] if self._kept else []
-        self.claims = replace(
-            self.claims, local_part=" and ".join(local), without_reference=self._why_without_reference(base)
-        )
+        left_out = f"with {self.operator!r} sends values of factors that the round's broadcast leaves out"
+        without = left_out if self._exchange.alternates else ""
+        self.claims = replace(self.claims, local_part=" and ".join(local), without_reference=without)
         if "initial" not in base.state:
             self._exchange.remember(base, trained, self._kept)
             self._changes.begin(base, trained)
-
-    def _why_without_reference(self, base: Base) -> str:
-        """Why a client's factors are not those of its broadcast, changed by training; empty if they are."""
-        if self._exchange.alternates:
-            return f"with {self.operator!r} sends values of factors that the round's broadcast leaves out"
-        levels = self._ranks.smaller_levels(base.clients).values()
-        if any(self._ranks.scalings(level) != self._ranks.scalings(1.0) for level in levels):
-            return "sends values of factors in the scaling of each client's own rank"
-        return ""
 
     # Hooks on the server
 
@@ -173,7 +164,6 @@ class FedLoRA(ChangesBase, UnequalClients, Personal):
             server.aggregator.add(rest, weight)
         arrival = {"weight": float(weight), "level": level, "factors": detached(factors)}
         server.state.setdefault("arrivals", {})[client.id] = arrival
-        self._exchange.answered(server, client.id, level)
 
     @torch.no_grad()
     def aggregate(self, server: Server) -> None:
@@ -218,12 +208,10 @@ class FedLoRA(ChangesBase, UnequalClients, Personal):
         came = {parameter: values[parameter] for parameter in factors if parameter in values}
         known = self._exchange.client_values(client)
         for parameter, (adapter, name) in factors.items():
-            value = came.get(parameter)
-            if value is None:
-                value = self._ranks.slots(adapter, name, known[parameter], level)
             # The server's values and those in the client's state use the scaling of the full rank.
-            ratio = self._exchange.to_own(adapter, name, client.round)
-            values[parameter] = padded_factor(adapter, name, value, ratio)
+            value = came[parameter] if parameter in came else known[parameter]
+            own = self._exchange.own_factor(adapter, name, value, level, client.round)
+            values[parameter] = padded_factor(adapter, name, own)
         copy_into(client.model, {**values, **{name: known[name] for name in self._kept}})
         self._exchange.received(client, came)
         self._slots.begin(client)
@@ -291,6 +279,17 @@ class FedLoRA(ChangesBase, UnequalClients, Personal):
             adapter.scaling = self._ranks.scaling(adapter, level)
         self._changes.configure(base)
 
+    def in_own_form(self, client: ClientInfo, values: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+        if not self._ranks.mixed:
+            return values
+        level = self._ranks.level(client)
+        own = {
+            parameter: self._exchange.own_factor(adapter, name, values[parameter], level, client.round)
+            for parameter, (adapter, name) in self._ranks.adapters.factors.items()
+            if parameter in values
+        }
+        return {**values, **own}
+
     def model_for(self, server: Server, client: ClientInfo) -> Mapping[str, Tensor]:
         return self._ranks.cut(self._exchange.global_values(server, client.id), self._ranks.level(client))
 
@@ -325,6 +324,9 @@ class FedLoRA(ChangesBase, UnequalClients, Personal):
         """The factors, which a broadcast leaves out if the client has them already."""
         received = {name: server.model[name] for name in self._ranks.adapters.factors}
         return {"received": received} if self._exchange.alternates else {}
+
+    def note_answer(self, server: Server, client: ClientInfo) -> None:
+        self._exchange.answered(server, client.id, self._ranks.level(client))
 
     def forget(self, server: Server, client: ClientInfo) -> None:
         self._exchange.forget(server, client.id)

@@ -166,7 +166,7 @@ def replay_server(experiment: Experiment, tape: Tape, data: TensorDataset, expec
         for client in plan.clients:
             info, taped = coordinator.info(client), tape.up[plan.round, client]
             received = tape.down[plan.round, client].received
-            tensors = coordinator.wire.decode_up(coordinator.server.base, taped.data, received, taped.codec)
+            tensors = coordinator.wire.decode_up(coordinator.server.base, info, taped.data, received, taped.codec)
             _require_same(tensors, taped.received, f"the server decodes of client {client} in round {plan.round}")
             coordinator.receive_decoded(info, tensors)
         coordinator.aggregate()

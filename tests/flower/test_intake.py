@@ -127,7 +127,8 @@ def test_a_mask_of_infinite_numbers_is_measured_where_it_is_finite(monkeypatch):
 def test_changes_of_floats_of_one_byte_are_measured(target):
     bias = target.coordinator.server.model["net.0.bias"]
     sent = {"net.0.bias": torch.full_like(bias, 2.0).to(torch.float8_e4m3fn)}
-    change = target.intake()._changes(sent, target.expected[target.clients[0]])["parameters"]
+    client, intake = target.clients[0], target.intake()
+    change = intake._changes(intake.coordinator.info(client), sent, target.expected[client])["parameters"]
     assert change.norm == pytest.approx(float((2 - bias).norm()), rel=1e-5)
 
 

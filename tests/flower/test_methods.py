@@ -18,7 +18,7 @@ from lightning_lowrank.federated import client_states
 from lightning_lowrank.flower.recipe import Recipe
 from lightning_lowrank.flower.remote_rounds import RemoteRounds
 from lightning_lowrank.interop.checkpoints import adapter_checkpoint
-from lightning_lowrank.lora import FedEx, LoRAA2
+from lightning_lowrank.lora import FedEx, FLoRA, LoRAA2
 from tests.algorithms.methods import LOW_RANK, METHODS, MOMENTUM, Method, each_method
 from tests.flower.helpers import run_on_sites
 from tests.grids import nightly_except
@@ -167,6 +167,10 @@ MORE = {
             lambda: algorithms.FedLoRA(FedEx(), levels=(1.0, 0.5)),
             settings={"uplink": [Quantize(8)], "downlink": [Quantize(8)]},
         ),
+        "lora",
+    ),
+    "FedLoRA, drawn factors of two ranks through a sparse codec": (
+        Method(lambda: algorithms.FedLoRA(FLoRA(), levels=(1.0, 0.5)), settings={"uplink": [TopK(0.5)]}),
         "lora",
     ),
     "FedAvg, kept momentum": (

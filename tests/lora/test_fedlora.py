@@ -23,13 +23,16 @@ from lightning_lowrank import (
     FedSVD,
     FLoRA,
     FromIndices,
+    LabelFlip,
     LoRAA2,
     LowRank,
     MatrixProduct,
     ProductSum,
     RaFLoRA,
     RoLoRA,
+    SignFlip,
     SumProduct,
+    TopK,
     ZeroPadding,
     load_dense,
 )
@@ -318,6 +321,35 @@ def test_ranks_of_clients(tmp_path, operator, execution):
     personal = own_model(loop, 2)
     assert personal["net.0.factors.U"][:, 1:].abs().max() == 0
     assert set(loop.algorithm.variants(loop.server)) == {"0.5", "0.25"}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("settings", [{"uplink": [TopK(0.3)]}, {"attackers": SignFlip([0, 1, 2], scale=1.0)}], ids=str)
+@pytest.mark.parametrize(("operator", "alpha"), [(FLoRA(), None), (SumProduct("balanced"), 4.0)], ids=repr)
+def test_codecs_and_attackers_know_the_changes_of_clients_of_different_rank(tmp_path, operator, alpha, settings):
+    settings = {"rounds": 2, "local_steps": 2, "optimizer": small_steps, **settings}
+    _, _, wire, seen = federate(tmp_path, FedLoRA(operator, ranks=[4, 2, 1]), {"alpha": alpha}, 4, **settings)
+    total = sent = 0
+    for client, rank in enumerate([4, 2, 1]):
+        for layer, found in seen[1].pairs[client].items():
+            began = wire.started[1, client][layer].resized(rank)
+            ended = (wire.trained[1, client][f"{layer}.factors.{name}"][:, :rank] for name in "UV")
+            for one, start, end in zip((found.B, found.A.T), (began.B, began.A.T), ended, strict=True):
+                if "attackers" in settings:
+                    torch.testing.assert_close(one, 2 * start - end, rtol=0, atol=1e-12)
+                    continue
+                is_end, is_start = (torch.isclose(one, each, rtol=0, atol=1e-12) for each in (end, start))
+                assert (is_end | is_start).all()
+                total, sent = total + one.numel(), sent + is_end.sum().item()
+    assert "attackers" in settings or 0.2 * total < sent < 0.4 * total
+
+
+@pytest.mark.slow
+def test_an_attacker_whose_slots_have_no_known_change_is_refused(tmp_path):
+    settings = {"rounds": 1, "optimizer": small_steps}
+    federate(tmp_path, FedLoRA(LoRAA2(), upload_ranks=4), attackers=LabelFlip([1]), **settings)
+    with pytest.raises(MisconfigurationException, match=r"SignFlip.*client 1.*net\.\d\.factors"):
+        federate(tmp_path, FedLoRA(LoRAA2(), upload_ranks=4), attackers=SignFlip([1]), **settings)
 
 
 @pytest.mark.slow

@@ -369,7 +369,7 @@ class SharedCoordinator(Coordinator):
     @override
     def begin_round(self, plan: RoundPlan, live: Mapping[str, Tensor], idle: int) -> None:
         super().begin_round(plan, live, idle)
-        self._streams = inherits(self.algorithm, "receive") and not self._sees_messages
+        self._streams = inherits(self.algorithm, "receive", "note_answer") and not self._sees_messages
         self._at_start = [stage.counted() for stage in self.stages]
         self._counts = StepCounts(self._trainer)
 

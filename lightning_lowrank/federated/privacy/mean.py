@@ -187,7 +187,7 @@ class PrivateMean(RoundStage):
         if not self.noise_at_clients:
             return message
         algorithm = self._algorithm
-        center = reference(algorithm, client.base, client.round_state.pop(_BEGAN))
+        center = reference(algorithm, client.base, client, client.round_state.pop(_BEGAN))
         _check_integers(message.tensors, center)
         protected = Message(self.protected(message.tensors, center, client.round, client.id), message.codec)
         check_carries_noise(protected, type(algorithm).__name__)

@@ -213,10 +213,13 @@ def test_neither_codecs_nor_the_execution_lift_the_bound(tmp_path, settings):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["SCAFFOLD", "FedDyn", "FedLoRA-FFA", "FedLoRA-CoLR", "FedMUD", "FedAdam", "FedAvgM"])
+@pytest.mark.parametrize(
+    "name",
+    ["SCAFFOLD", "FedDyn", "FedLoRA-FFA", "FedLoRA-CoLR", "FedLoRA-RoLoRA", "FedMUD", "FedAdam", "FedAvgM"],
+)
 def test_methods_make_of_the_mean_what_they_make_of_messages(tmp_path, name):
     entry = METHODS[name]
-    found = []
+    found, sent = [], []
     for privacy in (None, ClientPrivacy(noise_multiplier=1e-9, clip=1e3, sampling="fixed")):
         low_rank = LOW_RANK[entry.forms[0]]
         module = Module(entry.network(), entry.optimizer)
@@ -229,10 +232,13 @@ def test_methods_make_of_the_mean_what_they_make_of_messages(tmp_path, name):
             summary=False,
             **entry.settings,
         )
-        fit(trainer(tmp_path, *([] if low_rank is None else [low_rank()]), loop), module, Data(blobs(40)))
+        run = trainer(tmp_path, *([] if low_rank is None else [low_rank()]), loop, max_epochs=4)
+        fit(run, module, Data(blobs(40)))
         found.append(weights(module))
+        sent.append(loop.ledger.state_dict())
     for key, value in found[0].items():
         assert torch.allclose(value, found[1][key], atol=2e-4), key
+    assert sent[0] == sent[1]
 
 
 class Spent(pl.Callback):
