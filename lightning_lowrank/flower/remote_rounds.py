@@ -301,6 +301,8 @@ class RemoteRounds(Callback):
         """Wait for the sites, and set up the algorithm."""
         check_all_are_trained(trainer, pl_module)
         check_optimizers(trainer, pl_module)
+        # Refuses options that cannot be sent, before the sites are waited for.
+        options_of(trainer.optimizers)
         self._rounds = _NO_END if (trainer.max_epochs or -1) < 0 else int(trainer.max_epochs)  # type: ignore[arg-type]
         advice = static_batch_norm_advice(self.algorithm, trainer, pl_module, self.loop.buffers, _WITHOUT_STATISTICS)
         for note in notes(pl_module, self.loop.buffers, trainer.lr_scheduler_configs) + advice:
