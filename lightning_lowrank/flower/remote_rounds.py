@@ -10,7 +10,7 @@ import functools
 import hashlib
 import secrets
 import time
-from collections.abc import Collection, Iterator, Mapping, MutableMapping
+from collections.abc import Callable, Collection, Iterator, Mapping, MutableMapping
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -182,6 +182,7 @@ class RemoteRounds(Callback):
         self.seed = seed
         self._transport = Transport(grid, round_timeout, poll)
         self._rounds = 0
+        self._round_is_due = False
         self.start_timeout = start_timeout
         self.round_timeout = round_timeout
         if 0 < min_sites < loop.least_answers:
@@ -286,7 +287,7 @@ class RemoteRounds(Callback):
             check_callbacks(self, trainer, pl_module, "sites that sit that round out would not know")
             enter = self._restore.enter_context
             enter(whole_checkpoints(trainer))
-            enter(TrainLoaderSource(trainer).replaced_by(NoBatch()))
+            enter(TrainLoaderSource(trainer).replaced_by(NoBatch(lambda: self._make_round(trainer, pl_module))))
             enter(replaced(trainer, reload_dataloaders_every_n_epochs=0, limit_train_batches=1.0, overfit_batches=0.0))
 
     def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
@@ -370,7 +371,15 @@ class RemoteRounds(Callback):
             time.sleep(self.poll)
 
     def on_train_epoch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Have the epoch's only batch make a round, once all callbacks and the module have set the learning rates."""
+        # Lightning does not call this hook in an epoch that is resumed after its round.
+        self._round_is_due = True
+
+    def _make_round(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Let the sites make a round, and aggregate their answers."""
+        if not self._round_is_due:
+            return
+        self._round_is_due = False
         plan, live = self._planner.plan(trainer.current_epoch), trained_tensors(pl_module)
         self.plan = plan
         # Clients that sit the round out are counted later, when they are sent a broadcast.
@@ -701,10 +710,18 @@ def _node_ids(text: str) -> list[int]:
 
 
 class NoBatch:
-    """A placeholder for the trainer's training loader, with one empty batch for each round."""
+    """A placeholder for the trainer's training loader, with one empty batch for each round.
+
+    Args:
+        make_round: Called for each batch.
+    """
+
+    def __init__(self, make_round: Callable[[], None] = lambda: None) -> None:
+        self._make_round = make_round
 
     def __len__(self) -> int:
         return 1
 
     def __iter__(self) -> Iterator[None]:
+        self._make_round()
         yield None

@@ -11,6 +11,7 @@ from lightning_lowrank import load_dense
 from lightning_lowrank.lora.adapters import find_adapters
 from lightning_lowrank.models import MLP, Classifier
 from tests.flower.helpers import (
+    BASE,
     LORA,
     MUD,
     NORMALISED,
@@ -57,6 +58,10 @@ SETTINGS = {
         "optimizer": method("torch.optim.SGD", lr=0.2),
         "lr_scheduler": method("torch.optim.lr_scheduler.StepLR", step_size=1, gamma=0.5),
     },
+    "learning rate by the module's hook": {
+        "model": {**BASE["model"], "class_path": "tests.flower.helpers.Decaying"},
+        "trainer": {"max_epochs": 3},
+    },
     "settings of single clients": {"federated": {"client_settings": {1: {"lr": 0.02, "local_steps": 3}}}},
     "uniform weights, clients by chance": {
         "federated": {"weighting": "uniform", "sampling_weights": [1.0, 5.0, 5.0], "availability": [0.9, 0.9, 0.9]}
@@ -67,7 +72,7 @@ SETTINGS = {
 }
 
 
-@nightly_except("batch normalisation, averaged-False")
+@nightly_except("batch normalisation, averaged-False", "learning rate by the module's hook-True")
 @pytest.mark.slow
 @pytest.mark.parametrize(("name", "fresh"), in_turn(SETTINGS, [False, True]))
 def test_settings_mean_what_they_mean_in_the_simulation(tmp_path, monkeypatch, name, fresh):
