@@ -106,7 +106,8 @@ class RemoteRounds(Callback):
     round. A site that has already made a round after the checkpoint repeats its answer.
 
     Logged are the ``comm/...`` figures of `Ledger`, here lengths of sent messages, and ``federated/clients``,
-    ``federated/failed``, ``federated/samples`` and ``federated/client_steps``.
+    ``federated/failed``, ``federated/samples`` and ``federated/client_steps``. ``global_step`` counts the steps
+    of the sites' optimizers, with manual optimization their batches.
 
     Args:
         loop: The recipe's ``federated`` section.
@@ -404,9 +405,10 @@ class RemoteRounds(Callback):
                 outcome.arrivals.remove(client)
                 rank_zero_warn(f"round {plan.round} continues without the site of client {client}: {late[client]}")
         self.coordinator.show_global(live)
-        steps = sum(self.members.batches[client] for client in outcome.answered)
-        self._client_steps += steps
-        count_steps(trainer, steps)
+        batches = [self.members.batches[client] for client in outcome.answered]
+        self._client_steps += sum(batches)
+        # A client's last group of batches may be smaller. With manual optimization nobody here knows the steps.
+        count_steps(trainer, sum(-(-each // trainer.accumulate_grad_batches) for each in batches))
         self._figures = {
             "federated/clients": len(outcome.arrivals),
             "federated/failed": len(outcome.failures),

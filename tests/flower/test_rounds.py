@@ -15,7 +15,9 @@ from tests.flower.helpers import (
     LORA,
     MUD,
     NORMALISED,
+    SMALL,
     assert_equal_runs,
+    merged,
     method,
     reasons,
     run_on_sites,
@@ -80,6 +82,16 @@ def test_settings_mean_what_they_mean_in_the_simulation(tmp_path, monkeypatch, n
     recipe = write_recipe(tmp_path, SETTINGS[name])
     served, _ = run_on_sites(recipe, tmp_path, fresh=fresh)
     assert_equal_runs(simulate(recipe), served)
+
+
+@pytest.mark.slow
+def test_the_servers_steps_are_those_of_optimizers(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    changes = {"federated": {"local_epochs": 2}, "trainer": {"accumulate_grad_batches": 3}}
+    recipe = write_recipe(tmp_path, merged(SMALL, changes))
+    simulated, (served, _) = simulate(recipe), run_on_sites(recipe, tmp_path)
+    assert served.global_step == simulated.global_step
+    assert served.callback_metrics["federated/client_steps"] > served.global_step
 
 
 @pytest.mark.nightly
