@@ -30,8 +30,17 @@ _OWN = ("root", "train", "validation", "test", "indices", "model", "tokenizer", 
 # These may also be names of splits, which are not files and stay in the recipe.
 _SPLITS = ("train", "validation", "test")
 _PLAIN_NAME = re.compile(r"\w[\w.-]*")
-_DOTTED = re.compile(r"[^\W\d]\w*(?:\.[^\W\d]\w*)+")
-_FILE_OR_ADDRESS = re.compile(r"(\w+://|[/~\\]|\.{1,2}[/\\]|\w:\\).*", re.DOTALL)
+# Python's identifiers also have characters that are no letters for `re`, such as combining accents.
+_DOTTED = re.compile(
+    r"[A-Za-z_\u0080-\U0010ffff][\w\u0080-\U0010ffff]*(?:\.[A-Za-z_\u0080-\U0010ffff][\w\u0080-\U0010ffff]*)+"
+)
+_FILE_OR_ADDRESS = re.compile(r"(\w+(://|::.*://)|[/~\\]|\.{1,2}[/\\]|\w:\\).*", re.DOTALL)
+# jsonargparse's keys of a class.
+_OF_CLASS = ("class_path", "init_args", "dict_kwargs")
+# The tag of a text that is read as bytes, in which nobody sees a path.
+_BINARY = "tag:yaml.org,2002:binary"
+# jsonargparse has the same preference.
+_LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 # Arguments that are paths below data-root, even if the file does not exist yet.
 _OPENED = ("root", "model", "tokenizer", "indices")
 
@@ -284,17 +293,50 @@ def insert_placeholders(content: Any, values: dict[str, Any]) -> Any:
 
 
 def check_reads_nothing(content: Any) -> None:
-    """Refuse a recipe that names a file on this machine, or anything that looks like a path or an address.
+    """Refuse a recipe that names a file on this machine, a path or an address, or that hides a class in a text.
+
+    jsonargparse reads texts as YAML where an argument is of another type. A text is therefore checked with all texts
+    that YAML finds in it. A placeholder's default may be the name of a file in the working folder, which is the site's
+    own.
 
     Raises:
         MisconfigurationException: If the recipe does; the message has the place.
     """
+    is_default = follows = False
     for place, value in places_of(content):
-        if isinstance(value, str) and (_FILE_OR_ADDRESS.fullmatch(value) or _is_file(value)):
+        is_default, follows = follows, _is_placeholder(value) and isinstance(value.get("default"), str)
+        first, *further = _texts_in(value) if isinstance(value, str) else [""]
+        is_part = "." not in place or place.rpartition(".")[2] in _OF_CLASS
+        hides = any(text == _BINARY or text.rpartition(".")[2] in _OF_CLASS for text in further)
+        if further and (is_part or hides):
             raise misconfigured(
-                f"{place}={value!r} is a file or an address, which a recipe for approval must not read: leave it out,"
-                f" or give it as one of {', '.join(_OWN)}, which each site fills in."
+                f"{place}={first[:_LONGEST_LINE]!r} is a text that would be read as a part of the recipe: write it as"
+                " YAML, not as text."
             )
+        for text in (first, *further):
+            own = is_default and _PLAIN_NAME.fullmatch(text)
+            if _FILE_OR_ADDRESS.fullmatch(text) or (_is_file(text) and not own):
+                where = f" in {first[:_LONGEST_LINE]!r}" if text != first else ""
+                raise misconfigured(
+                    f"{place}={text!r}{where} is a file or an address, which a recipe for approval must not read: leave"
+                    f" it out, or give it as one of {', '.join(_OWN)}, which each site fills in."
+                )
+
+
+def _texts_in(text: str) -> list[str]:
+    """A text, and all texts and tags that YAML finds in it, in these texts, and so on."""
+    found, left = dict[str, None](), [text]
+    while left:
+        each = left.pop()
+        if each in found:
+            continue
+        found[each] = None
+        try:
+            for event in yaml.parse(each, _LOADER):
+                left += filter(None, (getattr(event, name, None) for name in ("value", "tag")))
+        except (ValueError, yaml.YAMLError):
+            """The rest is no YAML, as in many regular expressions."""
+    return list(found)
 
 
 def _is_file(text: str) -> bool:
@@ -312,7 +354,7 @@ def _is_placeholder(content: Any) -> bool:
 def places_of(content: Any, path: str = "") -> Iterator[tuple[str, Any]]:
     """Yield the path and value of each leaf of a recipe; placeholders for a site's own values are leaves.
 
-    A default of the site's own has a place as well.
+    A default of the site's own has a place as well, and a key with a dot has that of its mapping.
 
     Example:
         >>> list(places_of({"a": [{"b": 1}, {"site": "root"}]}))
@@ -324,6 +366,8 @@ def places_of(content: Any, path: str = "") -> Iterator[tuple[str, Any]]:
             yield from places_of(each, f"{below}{number}")
     elif isinstance(content, dict) and not _is_placeholder(content):
         for key, each in content.items():
+            if isinstance(key, str) and "." in key:
+                yield path, key
             yield from places_of(each, f"{below}{key}")
     else:
         yield path, content
@@ -374,7 +418,7 @@ def _code_of(path: str, value: Any) -> list[str]:
     """Names in a part of a recipe that could be imported."""
     if path.rpartition(".")[2] == "class_path":
         return [str(value)]
-    return _DOTTED.findall(value) if isinstance(value, str) else []
+    return [name for text in _texts_in(value) for name in _DOTTED.findall(text)] if isinstance(value, str) else []
 
 
 def section_of(content: Mapping[str, Any], name: str) -> dict[str, Any]:

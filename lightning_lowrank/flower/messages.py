@@ -16,7 +16,10 @@ from dataclasses import dataclass
 from dataclasses import fields as dataclass_fields
 from typing import Any
 
+import numpy as np
+import torch
 from flwr.app import Array, ArrayRecord, ConfigRecord, Message, RecordDict
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
@@ -36,6 +39,7 @@ _NOT_SENT = ("params", "stacked", "seed", "subspaces", "refresh_number", "steps_
 _KINDS = {"int": int, "str": str}
 _MOST_CLIENTS = 2**20
 _LONGEST_TEXT = 64
+_NO_NUMBER = object()
 
 Fields = Mapping[str, Any]
 
@@ -182,32 +186,61 @@ def printable(text: str, longest: int = 300) -> str:
 
 
 def options_of(optimizers: Sequence[Optimizer]) -> str:
-    """The optimizers' numeric options, such as the learning rates of this round, as JSON."""
+    """The optimizers' numeric options, such as the learning rates of this round, as JSON.
 
-    def plain(value: Any) -> bool:
-        if isinstance(value, (list, tuple)):
-            return all(map(plain, value))
-        return value is None or isinstance(value, (bool, int)) or (isinstance(value, float) and math.isfinite(value))
+    Raises:
+        MisconfigurationException: If an option is a tensor or array of several numbers, or complex.
+    """
 
     def sent(group: Mapping[str, Any]) -> dict[str, Any]:
-        return {name: value for name, value in group.items() if name not in _NOT_SENT and plain(value)}
+        numbers = {name: _number(name, value) for name, value in group.items() if name not in _NOT_SENT}
+        return {name: value for name, value in numbers.items() if value is not _NO_NUMBER}
 
     return json.dumps([[sent(group) for group in optimizer.param_groups] for optimizer in optimizers])
 
 
+def _number(name: str, value: Any) -> Any:
+    """An option as JSON has it: a number, ``None``, or a list of them; otherwise `_NO_NUMBER`."""
+    if isinstance(value, (list, tuple)):
+        values = [_number(name, each) for each in value]
+        return _NO_NUMBER if _NO_NUMBER in values else values
+    if (isinstance(value, (Tensor, np.ndarray)) and math.prod(value.shape) == 1) or isinstance(value, np.generic):
+        value = value.item()
+    if isinstance(value, (Tensor, np.ndarray, np.number, complex)):
+        raise MisconfigurationException(
+            f"the optimizer's option {name}={value!r} cannot be sent to sites, which take it from the server in each"
+            " round: make it a real number or a tuple of them."
+        )
+    return value if value is None or isinstance(value, (bool, int, float)) else _NO_NUMBER
+
+
 def apply_options(optimizers: Sequence[Optimizer], text: str) -> None:
-    """Set the optimizers' options from the JSON of `options_of`.
+    """Set the optimizers' options from the JSON of `options_of`; options that are tensors stay the same tensors.
 
     Raises:
         DecodingError: If the options are of other optimizers.
     """
+    filled: dict[int, float] = {}
+
+    def option(old: Any, value: Any) -> Any:
+        if isinstance(value, list):
+            olds = old if isinstance(old, (list, tuple)) and len(old) == len(value) else [None] * len(value)
+            return tuple(map(option, olds, value))
+        if not isinstance(old, Tensor) or value is None:
+            return value
+        if filled.setdefault(id(old), value) != value:
+            # Groups begin with one tensor, and the server has since given them several values.
+            return torch.full_like(old, value)
+        old.detach().fill_(value)
+        return old
+
     try:
         received = json.loads(text)
         for optimizer, groups in zip(optimizers, received, strict=True):
             for group, values in zip(optimizer.param_groups, groups, strict=True):
                 if not values.keys() <= group.keys() - set(_NOT_SENT):
                     raise ValueError(f"there is no option {sorted(values.keys() - group.keys())}")
-                group.update({name: tuple(value) if type(value) is list else value for name, value in values.items()})
+                group.update({name: option(group[name], value) for name, value in values.items()})
     except (ValueError, TypeError, AttributeError) as error:
         raise DecodingError(f"the round's optimizer options are of other optimizers: {error}") from error
 

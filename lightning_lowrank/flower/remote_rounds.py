@@ -10,7 +10,7 @@ import functools
 import hashlib
 import secrets
 import time
-from collections.abc import Collection, Iterator, Mapping, MutableMapping
+from collections.abc import Callable, Collection, Iterator, Mapping, MutableMapping
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -106,7 +106,8 @@ class RemoteRounds(Callback):
     round. A site that has already made a round after the checkpoint repeats its answer.
 
     Logged are the ``comm/...`` figures of `Ledger`, here lengths of sent messages, and ``federated/clients``,
-    ``federated/failed``, ``federated/samples`` and ``federated/client_steps``.
+    ``federated/failed``, ``federated/samples`` and ``federated/client_steps``. ``global_step`` counts the steps
+    of the sites' optimizers, with manual optimization their batches.
 
     Args:
         loop: The recipe's ``federated`` section.
@@ -182,6 +183,7 @@ class RemoteRounds(Callback):
         self.seed = seed
         self._transport = Transport(grid, round_timeout, poll)
         self._rounds = 0
+        self._round_is_due = False
         self.start_timeout = start_timeout
         self.round_timeout = round_timeout
         if 0 < min_sites < loop.least_answers:
@@ -286,7 +288,7 @@ class RemoteRounds(Callback):
             check_callbacks(self, trainer, pl_module, "sites that sit that round out would not know")
             enter = self._restore.enter_context
             enter(whole_checkpoints(trainer))
-            enter(TrainLoaderSource(trainer).replaced_by(NoBatch()))
+            enter(TrainLoaderSource(trainer).replaced_by(NoBatch(lambda: self._make_round(trainer, pl_module))))
             enter(replaced(trainer, reload_dataloaders_every_n_epochs=0, limit_train_batches=1.0, overfit_batches=0.0))
 
     def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
@@ -301,6 +303,8 @@ class RemoteRounds(Callback):
         """Wait for the sites, and set up the algorithm."""
         check_all_are_trained(trainer, pl_module)
         check_optimizers(trainer, pl_module)
+        # Refuses options that cannot be sent, before the sites are waited for.
+        options_of(trainer.optimizers)
         self._rounds = _NO_END if (trainer.max_epochs or -1) < 0 else int(trainer.max_epochs)  # type: ignore[arg-type]
         advice = static_batch_norm_advice(self.algorithm, trainer, pl_module, self.loop.buffers, _WITHOUT_STATISTICS)
         for note in notes(pl_module, self.loop.buffers, trainer.lr_scheduler_configs) + advice:
@@ -368,7 +372,15 @@ class RemoteRounds(Callback):
             time.sleep(self.poll)
 
     def on_train_epoch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Have the epoch's only batch make a round, once all callbacks and the module have set the learning rates."""
+        # Lightning does not call this hook in an epoch that is resumed after its round.
+        self._round_is_due = True
+
+    def _make_round(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Let the sites make a round, and aggregate their answers."""
+        if not self._round_is_due:
+            return
+        self._round_is_due = False
         plan, live = self._planner.plan(trainer.current_epoch), trained_tensors(pl_module)
         self.plan = plan
         # Clients that sit the round out are counted later, when they are sent a broadcast.
@@ -393,9 +405,10 @@ class RemoteRounds(Callback):
                 outcome.arrivals.remove(client)
                 rank_zero_warn(f"round {plan.round} continues without the site of client {client}: {late[client]}")
         self.coordinator.show_global(live)
-        steps = sum(self.members.batches[client] for client in outcome.answered)
-        self._client_steps += steps
-        count_steps(trainer, steps)
+        batches = [self.members.batches[client] for client in outcome.answered]
+        self._client_steps += sum(batches)
+        # A client's last group of batches may be smaller. With manual optimization nobody here knows the steps.
+        count_steps(trainer, sum(-(-each // trainer.accumulate_grad_batches) for each in batches))
         self._figures = {
             "federated/clients": len(outcome.arrivals),
             "federated/failed": len(outcome.failures),
@@ -702,10 +715,18 @@ def _node_ids(text: str) -> list[int]:
 
 
 class NoBatch:
-    """A placeholder for the trainer's training loader, with one empty batch for each round."""
+    """A placeholder for the trainer's training loader, with one empty batch for each round.
+
+    Args:
+        make_round: Called for each batch.
+    """
+
+    def __init__(self, make_round: Callable[[], None] = lambda: None) -> None:
+        self._make_round = make_round
 
     def __len__(self) -> int:
         return 1
 
     def __iter__(self) -> Iterator[None]:
+        self._make_round()
         yield None

@@ -35,7 +35,7 @@ from lightning_lowrank.federated.protocols import ChangesBase, reference, state_
 from lightning_lowrank.federated.site import SiteExchange
 from lightning_lowrank.federated.state import Base, ClientContext, State, copy_into, trained_tensors
 from lightning_lowrank.files import private_folder, without_link
-from lightning_lowrank.flower.approval import fill_placeholders, read_plain
+from lightning_lowrank.flower.approval import check_reads_nothing, fill_placeholders, read_plain
 from lightning_lowrank.flower.messages import apply_options, numbering, signature
 from lightning_lowrank.flower.policy import Policy
 from lightning_lowrank.flower.privacy_account import PrivacyAccount
@@ -267,9 +267,11 @@ class Site:
         return self.round.upload
 
     def _build(self) -> Recipe:
-        content = fill_placeholders(
-            read_plain(self.policy.approved(self._recipe), "the recipe"), self._site_values, self._data_root
-        )
+        content = read_plain(self.policy.approved(self._recipe), "the recipe")
+        if self.policy.source:
+            # Also a recipe that an earlier release approved, and files that exist in this process's working folder.
+            check_reads_nothing(content)
+        content = fill_placeholders(content, self._site_values, self._data_root)
         given = {name: self._site_values[name] for name in OWN_OF_TRAINER if name in self._site_values}
         content["trainer"] = {**(content.get("trainer") or {}), **_QUIET, **given}
         content["seed_everything"] = content.get("seed_everything") if self.seed is None else self.seed

@@ -18,6 +18,7 @@ from lightning_lowrank.flower.approval import Approvals
 from lightning_lowrank.flower.client import client_app
 from lightning_lowrank.flower.recipe import build
 from lightning_lowrank.flower.server import serve
+from lightning_lowrank.models import Classifier
 from tests.flower.local_grid import LocalGrid
 
 BASE: dict[str, Any] = {
@@ -65,6 +66,14 @@ LORA = {
 }
 
 NORMALISED = {"init_args": {"network": {"class_path": "tests.flower.helpers.Normalised"}}}
+
+
+class Decaying(Classifier):
+    """Sets the learning rate of each round in a hook of its own."""
+
+    def on_train_epoch_start(self) -> None:
+        for group in self.trainer.optimizers[0].param_groups:
+            group["lr"] = 0.2 / (1 + self.current_epoch)
 
 
 class Normalised(nn.Sequential):

@@ -299,6 +299,12 @@ HIDDEN = {
     "further arguments": {"model": {"class_path": "Good", "dict_kwargs": {"of": {"class_path": "evil.Hidden"}}}},
     "a text": {"trainer": {"callbacks": '[{"class_path": "evil.Hidden"}]'}},
     "a dotted key": {"model.class_path": "evil.Hidden"},
+    "an escape in a list": {"trainer": {"callbacks": r'["evil\x2eHidden"]'}},
+    "an escape of another": {"trainer": {"callbacks": r"""['"evil\x2eHidden"']"""}},
+    "an escape behind a bad date": {"data": r'{class_path: "evil\u002eHidden", init_args: {a: 2001-99-99}}'},
+    "an escape behind an anchor": {"data": r'--- &a {class_path: &b !!str "evil\x2eHidden"}'},
+    "an escape in dict_kwargs": {"model": {"class_path": "Good", "dict_kwargs": {"x": r'"evil\x2eHidden"'}}},
+    "a key": {"model": {"class_path": "Good", "init_args": {"of": {"evil.Hidden": 1}}}},
     "behind many": {"a": [{"class_path": f"a.Long{'x' * 90}{number}"} for number in range(99)], "b": "evil.Hidden"},
 }
 
@@ -306,6 +312,75 @@ HIDDEN = {
 @pytest.mark.parametrize("place", HIDDEN)
 def test_no_code_is_hidden_from_whoever_approves(place):
     assert "  evil.Hidden" in sentences(read_plain(yaml.safe_dump(HIDDEN[place]).encode(), "it"))
+
+
+def test_a_name_is_shown_with_letters_that_re_does_not_know():
+    assert r"  evil\u0301torch.nn.Linear" in sentences({"trainer": {"callbacks": "evil\u0301torch.nn.Linear"}})
+
+
+ESCAPED = r'{"class_path": "evil\u002eHidden"}'
+
+
+@pytest.mark.parametrize(
+    ("content", "place"),
+    [
+        ({"model": ESCAPED}, "model"),
+        ({"model": r'{"class\x5fpath": Short}'}, "model"),
+        ({"trainer": {"callbacks": [f"\n {ESCAPED}"]}}, r"trainer\.callbacks\.0"),
+        ({"model": {"class_path": "Good", "init_args": "{of: 1}"}}, r"model\.init_args"),
+        ({"model": {"site": "model", "default": ESCAPED}}, r"model\.default"),
+        ({"data": {"of": json.dumps([ESCAPED])}}, r"data\.of"),
+        ({"data": {"of": "!!binary L3RtcC94"}}, r"data\.of"),
+        ({"trainer": "callbacks: [Short]"}, "trainer"),
+    ],
+)
+def test_no_part_of_a_recipe_is_a_text(content, place):
+    with pytest.raises(MisconfigurationException, match=rf"^{place}=.*write it as YAML, not as text"):
+        check_reads_nothing(content)
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        "[here.yaml]",
+        "- here.yaml",
+        "{train: /etc/x}",
+        '"\\x2fetc\\x2fx"',
+        " /etc/x",
+        "['[here.yaml]']",
+        "simplecache::file:///etc/x",
+    ],
+)
+def test_no_text_holds_a_file(tmp_path, value):
+    Path("here.yaml").touch()
+    with pytest.raises(MisconfigurationException, match=r"data\.of=.*(here\.yaml|/etc/x)"):
+        check_reads_nothing({"data": {"of": value}})
+
+
+def test_texts_that_only_look_like_yaml_are_texts():
+    Path("train.csv").touch()
+    texts = [
+        "[a-z]+",
+        "[0-9]",
+        "{name}",
+        "Question: {question}\nAnswer:",
+        "### Input:\n{a}\n# Output",
+        "a: [b",
+        "'",
+        "[0.1]",
+    ]
+    check_reads_nothing({"a": {"b": texts, "layers.*": 1, "train": {"site": "train", "default": "train.csv"}}})
+
+
+def test_a_site_checks_recipes_that_were_approved_earlier(tmp_path):
+    Path("data.yaml").touch()
+    for number, (data, told) in enumerate({ESCAPED: "not as text", "data.yaml": "a file or an address"}.items()):
+        folder = tmp_path / str(number)
+        folder.mkdir()
+        recipe = write_recipe(folder, {"data": data})
+        policy = Policy.load(approve(folder, recipe))
+        with pytest.raises(MisconfigurationException, match=f"^data=.*{told}"):
+            Site(recipe, 0, tmp_path / "state" / "study.safetensors", policy=policy).join()
 
 
 def test_a_file_by_hand_may_name_no_files(tmp_path):

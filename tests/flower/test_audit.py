@@ -3,12 +3,16 @@
 import json
 import logging
 import multiprocessing
+from types import SimpleNamespace
 
 import pytest
 
 pytest.importorskip("flwr.app", reason="Flower needs Python 3.11")
 
+from flwr.app import ConfigRecord, RecordDict
+
 from lightning_lowrank.flower.audit import AuditLog
+from lightning_lowrank.flower.client import _measured
 from tests.flower.helpers import entries_of
 
 
@@ -37,6 +41,21 @@ def test_handlers_of_the_logger_have_the_lines_too(tmp_path):
     finally:
         logger.removeHandler(remote)
     assert [json.loads(line) for line in lines] == entries_of(tmp_path / "audit.jsonl")
+
+
+def test_bytes_of_a_secure_sum_count_once_in_a_message():
+    def measured(**fields):
+        return _measured(SimpleNamespace(content=RecordDict({"config": ConfigRecord(fields)})))
+
+    (plain, _), (single, entry), (listed, other) = (
+        measured(a=b""),
+        measured(a=b"x" * 1000),
+        measured(a=[b"x" * 500] * 2),
+    )
+    assert (single - plain, entry["bytes"]) == (1000, single)
+    # The brackets, and two quotes, a comma and a space between the two.
+    assert listed - plain == 1000 + 2 + 4
+    assert entry["digest"] != other["digest"] != measured(a=[b"y" * 500] * 2)[1]["digest"]
 
 
 def test_a_torn_line_is_the_only_one_lost(tmp_path):

@@ -1,15 +1,18 @@
 """What a site may send, and everything that it may not."""
 
 import json
+import math
 import random
 import tracemalloc
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 from flwr.app import Array, ArrayRecord, ConfigRecord, Message, RecordDict
 from flwr.common.serde import message_from_proto, message_to_proto
 from flwr.supercore.task_identity import TaskIdentity
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
 from lightning_lowrank.compression import (
     Channel,
@@ -207,6 +210,37 @@ def test_optimizers_take_over_the_rounds_options():
     assert (group["lr"], group["betas"], group["weight_decay"]) == (0.3, (0.5, 0.6), 0.25)
     assert group["params"][0] is weight
     assert json.loads(options_of([mine]))[0][0].get("params") is None
+
+
+def test_options_that_are_tensors_and_numpy_scalars_are_sent():
+    weight, other = (torch.nn.Parameter(torch.zeros(2)) for _ in range(2))
+    betas = (torch.tensor(0.5), np.float32(0.25))
+    mine = torch.optim.SGD([weight], lr=torch.tensor([0.3]), momentum=np.float64(0.5))
+    mine.param_groups[0] |= {"betas": betas, "limit": math.inf, "none": None, "label": "a", "parts": (1, "a")}
+    theirs = torch.optim.SGD([weight], lr=torch.tensor(1.0))
+    kept = {"lr": theirs.param_groups[0]["lr"], "betas": (torch.tensor(0.0), 0.0), "limit": 0.0, "none": 1.0}
+    theirs.param_groups[0] |= {**kept, "label": "b", "parts": ()}
+    apply_options([theirs], options_of([mine]))
+    group = theirs.param_groups[0]
+    assert group["lr"] is kept["lr"]
+    assert torch.equal(group["lr"], torch.tensor(0.3))
+    assert group["betas"][0] is kept["betas"][0]
+    assert (*group["betas"], group["momentum"], group["limit"], group["none"]) == (0.5, 0.25, 0.5, math.inf, None)
+    assert (group["label"], group["parts"]) == ("b", ())
+    # Two groups with one tensor, in place of which the server has two numbers.
+    mine, theirs = (torch.optim.SGD([{"params": [weight]}, {"params": [other]}], lr=torch.tensor(1.0)) for _ in "ab")
+    for number, group in enumerate(mine.param_groups):
+        group["lr"] = 0.25 * (1 + number)
+    apply_options([theirs], options_of([mine]))
+    assert [float(group["lr"]) for group in theirs.param_groups] == [0.25, 0.5]
+
+
+@pytest.mark.parametrize("value", [torch.tensor([1.0, 2.0]), np.ones(3), 1j, torch.tensor(1j), (0.1, torch.zeros(0))])
+def test_numbers_that_cannot_be_sent_are_refused(value):
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(2))], lr=1.0)
+    optimizer.param_groups[0]["rate"] = value
+    with pytest.raises(MisconfigurationException, match=r"option rate=.*cannot be sent"):
+        options_of([optimizer])
 
 
 def test_what_every_side_draws_for_itself_is_not_told():

@@ -11,10 +11,13 @@ from lightning_lowrank import load_dense
 from lightning_lowrank.lora.adapters import find_adapters
 from lightning_lowrank.models import MLP, Classifier
 from tests.flower.helpers import (
+    BASE,
     LORA,
     MUD,
     NORMALISED,
+    SMALL,
     assert_equal_runs,
+    merged,
     method,
     reasons,
     run_on_sites,
@@ -57,6 +60,10 @@ SETTINGS = {
         "optimizer": method("torch.optim.SGD", lr=0.2),
         "lr_scheduler": method("torch.optim.lr_scheduler.StepLR", step_size=1, gamma=0.5),
     },
+    "learning rate by the module's hook": {
+        "model": {**BASE["model"], "class_path": "tests.flower.helpers.Decaying"},
+        "trainer": {"max_epochs": 3},
+    },
     "settings of single clients": {"federated": {"client_settings": {1: {"lr": 0.02, "local_steps": 3}}}},
     "uniform weights, clients by chance": {
         "federated": {"weighting": "uniform", "sampling_weights": [1.0, 5.0, 5.0], "availability": [0.9, 0.9, 0.9]}
@@ -67,7 +74,7 @@ SETTINGS = {
 }
 
 
-@nightly_except("batch normalisation, averaged-False")
+@nightly_except("batch normalisation, averaged-False", "learning rate by the module's hook-True")
 @pytest.mark.slow
 @pytest.mark.parametrize(("name", "fresh"), in_turn(SETTINGS, [False, True]))
 def test_settings_mean_what_they_mean_in_the_simulation(tmp_path, monkeypatch, name, fresh):
@@ -75,6 +82,16 @@ def test_settings_mean_what_they_mean_in_the_simulation(tmp_path, monkeypatch, n
     recipe = write_recipe(tmp_path, SETTINGS[name])
     served, _ = run_on_sites(recipe, tmp_path, fresh=fresh)
     assert_equal_runs(simulate(recipe), served)
+
+
+@pytest.mark.slow
+def test_the_servers_steps_are_those_of_optimizers(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    changes = {"federated": {"local_epochs": 2}, "trainer": {"accumulate_grad_batches": 3}}
+    recipe = write_recipe(tmp_path, merged(SMALL, changes))
+    simulated, (served, _) = simulate(recipe), run_on_sites(recipe, tmp_path)
+    assert served.global_step == simulated.global_step
+    assert served.callback_metrics["federated/client_steps"] > served.global_step
 
 
 @pytest.mark.nightly

@@ -214,6 +214,25 @@ def test_a_server_that_is_killed_before_it_saves_still_has_what_sites_missed(tmp
         assert torch.equal(other[name], value), name
 
 
+def test_a_state_that_is_saved_within_an_epoch_has_its_round(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    recipe, state = write_recipe(tmp_path, SMALL), tmp_path / "server.ckpt"
+    whole, _ = run_on_sites(recipe, tmp_path / "whole")
+
+    def killed(keeper, trainer, *_):
+        trainer.save_checkpoint(state)
+        raise Killed
+
+    with monkeypatch.context() as patched:
+        patched.setattr(server._KeepState, "on_train_batch_end", killed)
+        with pytest.raises(Killed):
+            run_on_sites(recipe, tmp_path, state=state)
+    served, _ = run_on_sites(recipe, tmp_path, state=state)
+    for name, value in whole.lightning_module.state_dict().items():
+        assert torch.equal(served.lightning_module.state_dict()[name], value), name
+    assert served.callback_metrics["comm/total_up_bytes"] == whole.callback_metrics["comm/total_up_bytes"]
+
+
 @pytest.mark.nightly
 def test_a_round_waits_for_enough_sites(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
