@@ -10,6 +10,7 @@ import torch
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import Tensor
 
+from lightning_lowrank.aggregation.aggregator import working_dtype
 from lightning_lowrank.algorithms._capacity import copy_blocks_into
 from lightning_lowrank.configuration import check_choice, check_number
 from lightning_lowrank.federated.algorithm import Claims, LocalStep
@@ -18,6 +19,7 @@ from lightning_lowrank.federated.messages import Message
 from lightning_lowrank.federated.protocols import UnequalClients
 from lightning_lowrank.federated.state import Base, ClientContext, ClientInfo, Server, State
 from lightning_lowrank.layers import LowRankLayer, MatrixProduct, low_rank_layers
+from lightning_lowrank.optim.orthonormal import rank_above_noise
 
 Score = Literal["level", "inverse"]
 
@@ -238,6 +240,10 @@ class FedHM(UnequalClients):
             self._source, self._variants, self._factors = weights, {}, {}
             for name, layer in self._layers.items():
                 factors = layer.factorization.decompose(weights[name], layer.rank)
+                # Both columns of a value of zero are zero; Adam would train those of rounding noise like any others.
+                values = factors["U"].square().sum(dim=0)
+                for factor in factors.values():
+                    factor[:, rank_above_noise(values, working_dtype(values.dtype)) :] = 0
                 self._factors.update({f"{name}.factors.{factor}": value for factor, value in factors.items()})
         return self._factors
 

@@ -8,12 +8,12 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from lightning_lowrank.aggregation.aggregator import to_float64
+from lightning_lowrank.aggregation.aggregator import to_float64, working_dtype
 from lightning_lowrank.algorithms._cores import CoreMethod
 from lightning_lowrank.configuration import check_integer
 from lightning_lowrank.federated.state import Base, Server
 from lightning_lowrank.layers import CoreProduct
-from lightning_lowrank.optim.orthonormal import haar_basis
+from lightning_lowrank.optim.orthonormal import completed_basis, haar_basis, rank_above_noise
 from lightning_lowrank.seeding import generator
 
 
@@ -31,7 +31,8 @@ class FedSB(CoreMethod):
     (Halko et al., 2011): in round 0 clients train :math:`B` from zero with a random orthonormal :math:`A`, in round 1
     :math:`A` from zero with the orthonormal basis of the mean :math:`B`, and so on. The last such round's mean update
     is decomposed and kept. With one step of SGD in these rounds this is the decomposition, without the sign, of the
-    mean gradient at :math:`W_0`, exact if its rank is at most :math:`r`.
+    mean gradient at :math:`W_0`, exact if its rank is at most :math:`r`. If its rank is below :math:`r`, as that of a
+    softmax layer of :math:`r` classes, the further columns of :math:`B` and rows of :math:`A` are drawn from the seed.
 
     Put ``LowRank(CoreProduct(), rank=64, freeze_rest=True)`` before the loop; the factors are :math:`B` = ``U``,
     :math:`R` = ``H`` and :math:`A` = ``Vᵀ``. Other trained parameters, such as a head, are averaged as in `FedAvg`. In
@@ -133,12 +134,22 @@ class FedSB(CoreMethod):
         for name, layer in self.layers.items():
             key = self.name(name, trained)
             mean = to_float64(server.model[key])
-            if left:
-                basis = torch.linalg.qr(mean).Q
-                announced[key] = layer.without_padding(trained, basis).to(server.model[key])
-                continue
             # mean = X Σ Yᵀ, and the update is mean · otherᵀ (or its transpose): X Σ (other · Y)ᵀ.
             basis, values, rotation = torch.linalg.svd(mean, full_matrices=False)
+            known = rank_above_noise(values, working_dtype(server.model[key].dtype))
+            if known < layer.rank:
+                draws = generator(server.base.seed, "completion", name, server.round)
+                further, turn = (
+                    torch.randn(len(side), layer.rank - known, generator=draws, dtype=mean.dtype, device="cpu").to(mean)
+                    for side in (mean, rotation)
+                )
+                basis = completed_basis(basis[:, :known], layer.without_padding(trained, further))
+                rotation = completed_basis(rotation[:known].mT, turn).mT
+                values[known:] = 0
+            if left:
+                basis = basis if known < layer.rank else torch.linalg.qr(mean).Q
+                announced[key] = layer.without_padding(trained, basis).to(server.model[key])
+                continue
             # Libraries differ in the signs of the vectors.
             signs = basis.gather(0, basis.abs().argmax(0, keepdim=True)).sign()
             basis, rotation = basis * signs, rotation * signs.mT

@@ -18,7 +18,7 @@ from torch.optim.optimizer import Optimizer, ParamsT
 
 from lightning_lowrank.arguments import check_choice, check_integer, check_number, to_plain
 from lightning_lowrank.optim.deferred import CHANGE, Deferred
-from lightning_lowrank.optim.orthonormal import haar_basis
+from lightning_lowrank.optim.orthonormal import completed_basis, haar_basis
 from lightning_lowrank.seeding import generator
 
 _autocasts = cache(torch.amp.is_autocast_available)
@@ -496,7 +496,6 @@ def _gradient_basis(group: Group, parameter: Tensor, draws: Callable[[], torch.G
                 vectors.shape[-2], rank - found, generator=draws(), dtype=gradient.dtype, device="cpu"
             )
             gaussian = gaussian.to(vectors.device).expand(len(vectors), -1, -1)
-            completed = torch.linalg.qr(torch.cat([vectors, gaussian], dim=-1)).Q
-            vectors = torch.cat([vectors, completed[..., found:]], dim=-1)
+            vectors = completed_basis(vectors, gaussian)
         basis[chosen] = vectors
     return basis.to(parameter.dtype)

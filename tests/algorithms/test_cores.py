@@ -79,6 +79,20 @@ def test_fedsb_then_trains_the_core_alone_and_its_mean_is_exact(tmp_path):
     torch.testing.assert_close(other.update(), mean)
 
 
+@pytest.mark.parametrize("rounds", [2, pytest.param(3, marks=pytest.mark.slow)])
+def test_fedsb_draws_the_directions_beyond_the_rank_of_the_mean(tmp_path, rounds):
+    """Gradients of seven classes have rank 6; rounding noise would be the seventh direction."""
+    parts = [[0, 1, 2], [3, 4, 5]]
+    one, other = (
+        run(tmp_path, FedSB(rounds), CoreProduct(), 7, rounds + 1, parts, execution=execution)[0].net[0].factors
+        for execution in ("sequential", "vectorized")
+    )
+    for name in "UHV":
+        torch.testing.assert_close(one[name], other[name])
+    for side in "UV":
+        torch.testing.assert_close(one[side].T @ one[side], torch.eye(7, dtype=torch.float64))
+
+
 def test_ravan_averages_the_products_of_scales_and_cores(tmp_path):
     updates = {}
 

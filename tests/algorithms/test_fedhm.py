@@ -311,6 +311,26 @@ def test_weights_are_decomposed_once_a_round(tmp_path, monkeypatch):
     assert calls == ranks(0.5) * 3
 
 
+def test_columns_of_rounding_noise_are_zero(tmp_path):
+    sent = {}
+
+    class Recording(FedHM):
+        def broadcast(self, server, client):
+            message = super().broadcast(server, client)
+            sent.update({name: value.clone() for name, value in message.tensors.items() if "net.3.factors" in name})
+            return message
+
+    module = Module(convolutions(), optimizer=SGD)
+    matrix = MatrixProduct().as_matrix(module.net[3].weight)
+    left, values, right = torch.linalg.svd(matrix.detach(), full_matrices=False)
+    with torch.no_grad():
+        module.net[3].weight.copy_(MatrixProduct().as_weight((left[:, :2] * values[:2]) @ right[:2], (8, 6, 3, 5)))
+    run(tmp_path, Recording(LEVELS), module=module, max_epochs=1, participants=[[1]])
+    assert {name: value.any(dim=0).tolist() for name, value in sent.items()} == {
+        f"net.3.factors.{factor}": [True, True, False, False] for factor in "UV"
+    }
+
+
 def test_what_the_factors_held_before_becomes_part_of_the_weights(tmp_path):
     module = Module(convolutions(), optimizer=SGD)
     rank = low_rank()

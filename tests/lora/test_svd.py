@@ -3,7 +3,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from lightning_lowrank.lora import LowRankPair, SumProduct
+from lightning_lowrank.lora import FedSVD, FLoRIST, LowRankPair, RaFLoRA, SumProduct
 from tests.grids import pairwise
 
 SHAPES = [(9, 6), (6, 9), (8, 8), (7, 1), (1, 7), (1, 1)]
@@ -120,6 +120,32 @@ def test_ranks_beyond_that_of_the_mean_are_completed(method):
     torch.testing.assert_close(same.product(), pairs[0].product())
     zero = LowRankPair(torch.zeros(4, 2), torch.zeros(2, 3))
     assert not svd_of_mean([zero, zero], rank=3, method=method).product().any()
+
+
+def of_rank_two(dtype, clients):
+    """Pairs of rank 4 whose mean has rank 2, but for rounding."""
+    columns, A = drawn((9, 16), [4])[0].B[:, :2], drawn((9, 16), [4], dtype)[0].A
+    return [LowRankPair((columns @ pair.A).to(dtype), A) for pair in drawn((2, 4), [2] * clients)]
+
+
+@pytest.mark.parametrize("operator", [SumProduct(), SumProduct(method="iterative"), RaFLoRA(), FedSVD()], ids=repr)
+@pytest.mark.parametrize("clients", [2, 6], ids=["narrow", "wide"])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=str)
+def test_directions_of_rounding_noise_are_drawn(operator, clients, dtype):
+    pairs = of_rank_two(dtype, clients)
+    nudged = [LowRankPair(torch.nextafter(pair.B, pair.B.new_tensor(9.0)), pair.A) for pair in pairs]
+    same, other = operator.aggregate(nudged).server, operator.aggregate(pairs, seed=1).server
+    found = operator.aggregate(pairs).server
+    precision = {"rtol": 0, "atol": 100 * torch.finfo(dtype).eps}
+    torch.testing.assert_close(found.A, same.A, **precision)
+    torch.testing.assert_close(found.A @ found.A.T, torch.eye(4, dtype=dtype), **precision)
+    torch.testing.assert_close(found.A[:2], other.A[:2], **precision)
+    assert (found.A[2:] - other.A[2:]).norm() > 0.1
+    assert not found.B[:, 2:].any()
+
+
+def test_rounding_noise_does_not_add_to_florists_rank():
+    assert FLoRIST(threshold=1.0).aggregate(of_rank_two(torch.float32, 6)).change.rank == 2
 
 
 @pytest.mark.parametrize("method", ["exact", "iterative"])

@@ -108,7 +108,8 @@ class FedSVD(FFA):
 
     Clients train and send ``B``. The server averages it, and takes the SVD of the product with the ``A`` that all hold:
     :math:`\bar B A = U \Sigma V^\top`. Then ``A`` is :math:`V^\top`, whose rows are orthonormal, and ``B`` is
-    :math:`U \Sigma`. The product does not change. A client of smaller rank has the leading part.
+    :math:`U \Sigma`. The product does not change. Beyond its rank, the rows of :math:`A` are drawn from the seed. A
+    client of smaller rank has the leading part.
 
     Args:
         period: Rounds from one factorisation to the next; in the others only ``B`` changes, as in `FFA`. Default: each
@@ -138,7 +139,7 @@ class FedSVD(FFA):
         if not self._factorises(inputs.round):
             return common
         rank, scaling = common.server.rank, common.server.scaling
-        found = truncated_svd([common.server], torch.ones(1), rank, "exact", inputs.seed)
+        found = truncated_svd([common.server], torch.ones(1), rank, "exact", inputs.seed, inputs.dtype)
         received = {target: found.split(target[0], "left", target[1], inputs.dtype) for target in set(inputs.targets)}
         clients = tuple(received[target] for target in inputs.targets)
         return Broadcast(clients, found.split(rank, "left", scaling, inputs.dtype))

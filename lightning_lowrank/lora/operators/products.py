@@ -44,7 +44,8 @@ class SumProduct(Operator):
 
     Args:
         split: ``"left"`` (default, the ABO paper's): ``B = U Σ``, ``A = Vᵀ``; ``"balanced"``: ``√Σ`` on both. Beyond
-            the rank of the mean, the columns of ``B`` are zero, and with ``"left"`` the rows of ``A`` orthonormal.
+            the rank of the mean, the columns of ``B`` are zero, and the rows of ``A`` zero, or with ``"left"``
+            orthonormal and drawn from the seed. Singular values of rounding noise do not count.
         method: ``"exact"`` (default) takes the cheaper of two exact ways: QR of the stacked factors if they are
             not wider than the matrix, else one dense mean (one matrix, whatever the number of clients). ``"iterative"``
             is randomised subspace iteration with the stacked factors (Halko et al., 2011): no matrix of the weight's
@@ -71,7 +72,7 @@ class SumProduct(Operator):
     @override
     def _aggregate(self, inputs: LayerInputs) -> Broadcast:
         largest = inputs.largest_wanted
-        found = truncated_svd(*self._terms(inputs), largest, self.method, inputs.seed)
+        found = truncated_svd(*self._terms(inputs), largest, self.method, inputs.seed, inputs.dtype)
         received = {
             (rank, scaling): found.split(rank, self.split, scaling, inputs.dtype)
             for rank, scaling in set(inputs.targets)
@@ -187,7 +188,7 @@ class FLoRIST(FLoRA):
     def _aggregate(self, inputs: LayerInputs) -> Broadcast:
         pairs = [LowRankPair(left, right, inputs.scaling) for left, right in zip(*inputs.factors(), strict=True)]
         largest = min(sum(pair.rank for pair in pairs), *inputs.shape)
-        found = truncated_svd(pairs, inputs.weights, largest, "exact", inputs.seed)
+        found = truncated_svd(pairs, inputs.weights, largest, "exact", inputs.seed, inputs.dtype)
         energy = found.S.square().cumsum(0)
         rank = int((energy < self.threshold * energy[-1]).sum()) + 1
         return self._redrawn(inputs, found.split(rank, "left", inputs.scaling, found.S.dtype))

@@ -11,10 +11,12 @@ from collections.abc import Callable, Sequence
 from typing import Literal, NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from lightning_lowrank.aggregation.aggregator import working_dtype
 from lightning_lowrank.lora.pairs import LowRankPair
+from lightning_lowrank.optim.orthonormal import completed_basis, rank_above_noise
 from lightning_lowrank.seeding import generator
 
 __all__ = ["SVD", "Method", "Split", "truncated_svd"]
@@ -27,7 +29,10 @@ POWER_ITERATIONS = 4
 
 
 class SVD(NamedTuple):
-    """``U · diag(S) · Vh``, with orthonormal columns of ``U`` and rows of ``Vh``, ``S`` descending."""
+    """``U · diag(S) · Vh`` with orthonormal rows of ``Vh`` and ``S`` descending.
+
+    The columns of ``U`` are orthonormal, or zero where ``S`` is.
+    """
 
     U: Tensor
     S: Tensor
@@ -44,29 +49,33 @@ class SVD(NamedTuple):
         return LowRankPair(left.to(dtype).clone(), right.to(dtype).clone(), scaling)
 
 
-def truncated_svd(pairs: Sequence[LowRankPair], weights: Tensor, rank: int, method: Method, seed: int) -> SVD:
+def truncated_svd(
+    pairs: Sequence[LowRankPair], weights: Tensor, rank: int, method: Method, seed: int, dtype: torch.dtype
+) -> SVD:
     """The leading ``rank`` singular triplets of the weighted mean of the pairs' effective updates.
 
-    The signs are fixed: the largest entry of each row of ``Vh`` in absolute value is positive. If ``rank`` is above the
-    sum of the pairs' ranks, the further rows of ``Vh`` are drawn from the seed.
+    The signs are fixed: the largest entry of each row of ``Vh`` in absolute value is positive. Beyond the rank of the
+    mean, values and columns of ``U`` are zero, and the rows of ``Vh`` are drawn from the seed: singular vectors there
+    would be rounding noise. ``dtype`` is that of the clients' factors, which ``pairs`` may hold in a wider one.
     """
     working = working_dtype(pairs[0].B.dtype)
     coefficients = [weight * pair.scaling for weight, pair in zip(weights.tolist(), pairs, strict=True)]
     left = torch.cat([pair.B.to(working) * c for c, pair in zip(coefficients, pairs, strict=True)], dim=1)
     right = torch.cat([pair.A.to(working) for pair in pairs])
-    missing = rank - left.shape[1]
-    if missing > 0:
-        # Zero columns add nothing; the random rows next to them let the QR complete the right singular vectors.
-        rows = torch.randn(missing, right.shape[1], generator=generator(seed, "completion"), dtype=working)
-        left = torch.cat([left, left.new_zeros(len(left), missing)], dim=1)
-        right = torch.cat([right, rows.to(right.device)])
     if method == "iterative":
         found = _iterative(left, right, rank, seed)
     elif left.shape[1] <= min(left.shape[0], right.shape[1]):
         found = _of_stacked(left, right, rank)
     else:
         found = _of_dense(left @ right, rank)
-    left, values, right = found.U[:, :rank], found.S[:rank], found.Vh[:rank]
+    known = rank_above_noise(found.S[:rank], working_dtype(dtype))
+    left, values, right = found.U[:, :known], found.S[:known], found.Vh[:known]
+    if known < rank:
+        rows = torch.randn(
+            rank - known, right.shape[1], generator=generator(seed, "completion"), dtype=working, device="cpu"
+        )
+        right = completed_basis(right.mT, rows.mT.to(right.device)).mT
+        left, values = (F.pad(part, (0, rank - known)) for part in (left, values))
     largest = right.gather(1, right.abs().argmax(dim=1, keepdim=True))
     signs = torch.where(largest < 0, -1.0, 1.0).to(right.dtype)
     return SVD(left * signs.T, values, right * signs)
