@@ -163,27 +163,15 @@ def test_commands_that_take_long_could_be_run(page, folder):
 METHODS = yaml.safe_load((DOCS / "methods.yaml").read_text())
 
 
+@nightly_except("FedMUD")
 @pytest.mark.slow
-def test_a_method_is_measured_again(folder, monkeypatch):
+@pytest.mark.parametrize("name", METHODS)
+def test_a_method_is_measured_again(folder, monkeypatch, name):
     """As it was when the page's curve was made, but for another release's or machine's rounding."""
     monkeypatch.syspath_prepend(DOCS)
     gallery = importlib.import_module("gallery")
-    found = gallery.measure("FedMUD", rounds=3)
-    known = json.loads((DOCS / "curves.json").read_text())["methods"]["FedMUD"]
+    found = gallery.measure(name, rounds=3)
+    known = json.loads((DOCS / "curves.json").read_text())["methods"][name]
     assert found["bytes"] == known["bytes"][:3]
     for metric in ("val_acc", "personal/val_acc"):
         assert found[metric] == pytest.approx(known[metric][:3], abs=0.1)
-
-
-@pytest.mark.nightly
-@pytest.mark.parametrize("part", range(4))
-def test_recipes_of_the_gallery(part, folder, monkeypatch):
-    """Two batches of each, as `fast_dev_run` has it; the methods' own tests say what they learn."""
-    from lightning_lowrank.cli import main
-
-    monkeypatch.syspath_prepend(DOCS)
-    gallery = importlib.import_module("gallery")
-    for name in list(METHODS)[part::4]:
-        recipe = folder / f"{name}.yaml"
-        recipe.write_text(yaml.safe_dump(gallery.recipe(name)))
-        main(["fit", "--config", str(recipe), "--trainer.fast_dev_run", "2", "--quiet"])
