@@ -631,13 +631,13 @@ class RemoteRounds(Callback):
         if not expected:
             return
         base, schema = coordinator.server.base, expected[min(expected)].schema
-        references = {
-            client: reference(algorithm, base, coordinator.info(client), each.received)
-            for client, each in expected.items()
-        }
-        known = references[min(expected)]
+
+        def reference_of(client: int) -> Mapping[str, Tensor]:
+            return reference(algorithm, base, coordinator.info(client), expected[client].received)
+
+        known = reference_of(min(expected))
         for client, each in expected.items():
-            same = each.schema == schema and equal_tensors(references[client], known)
+            same = each.schema == schema and equal_tensors(reference_of(client), known)
             if not same or each.codec is not None or schema.flexible:
                 raise MisconfigurationException(
                     "secure-aggregation sums changes of the same tensors in the same encoding, but"
