@@ -67,6 +67,8 @@ class _OnDisk(logging.Handler):
         """Append a line."""
         line = self.format(record).encode() + b"\n"
         with open(self.file, "a+b", buffering=0, opener=_open_no_link) as file:
+            # Another process's line grows by pages: without the lock, half of it would look like one cut off.
+            _lock(file.fileno())
             if file.seek(0, os.SEEK_END):
                 file.seek(-1, os.SEEK_END)
                 # Begin a new line after one that a full disk has cut off.
@@ -74,6 +76,15 @@ class _OnDisk(logging.Handler):
             if (file.write(line) or 0) < len(line):
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(self.file))
             os.fsync(file.fileno())
+
+
+def _lock(descriptor: int) -> None:
+    """Wait for other processes, until the descriptor is closed."""
+    try:
+        import fcntl
+    except ImportError:  # Windows
+        return
+    fcntl.flock(descriptor, fcntl.LOCK_EX)
 
 
 def _open_no_link(path: str, flags: int) -> int:

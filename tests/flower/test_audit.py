@@ -3,6 +3,7 @@
 import json
 import logging
 import multiprocessing
+from concurrent.futures import ThreadPoolExecutor, TimeoutError
 from types import SimpleNamespace
 
 import pytest
@@ -70,6 +71,22 @@ def test_a_torn_line_is_the_only_one_lost(tmp_path):
         '{"entry": 2, "ti',
         "sent",
     )
+
+
+def test_a_line_waits_for_the_end_of_another_processs(tmp_path):
+    fcntl = pytest.importorskip("fcntl", reason="Windows has no locks of this kind")
+    log = AuditLog(tmp_path / "audit.jsonl")
+    log.append(direction="received")
+    with log.file.open("ab", buffering=0) as other, ThreadPoolExecutor() as pool:
+        fcntl.flock(other, fcntl.LOCK_EX)
+        other.write(b'{"direction":')
+        appended = pool.submit(log.append, direction="sent")
+        with pytest.raises(TimeoutError):
+            appended.result(timeout=0.2)
+        other.write(b' "refused"}\n')
+        fcntl.flock(other, fcntl.LOCK_UN)
+        appended.result()
+    assert [entry["direction"] for entry in entries_of(log.file)] == ["received", "refused", "sent"]
 
 
 def test_a_log_that_cannot_be_written_is_an_error(tmp_path):
