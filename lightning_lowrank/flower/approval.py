@@ -293,15 +293,20 @@ def insert_placeholders(content: Any, values: dict[str, Any]) -> Any:
 
 
 def check_reads_nothing(content: Any) -> None:
-    """Refuse a recipe that names a file on this machine, a path or an address, or that hides a class in a text.
+    """Refuse a recipe that names a file on this machine, a path or an address, or that hides a class or an argument.
 
     jsonargparse reads texts as YAML where an argument is of another type. A text is therefore checked with all texts
     that YAML finds in it. A placeholder's default may be the name of a file in the working folder, which is the site's
-    own.
+    own. An argument with a dot, such as ``trainer.max_epochs``, would replace another one that `sentences` shows.
 
     Raises:
         MisconfigurationException: If the recipe does; the message has the place.
     """
+    for place, name in _dotted_arguments(content):
+        raise misconfigured(
+            f"{place or 'the recipe'} has the argument {name[:_LONGEST_LINE]!r}: write"
+            f" {name.partition('.')[0][:_LONGEST_LINE]!r} as a mapping, without dots in names."
+        )
     is_default = follows = False
     for place, value in places_of(content):
         is_default, follows = follows, _is_placeholder(value) and isinstance(value.get("default"), str)
@@ -321,6 +326,20 @@ def check_reads_nothing(content: Any) -> None:
                     f"{place}={text!r}{where} is a file or an address, which a recipe for approval must not read: leave"
                     f" it out, or give it as one of {', '.join(_OWN)}, which each site fills in."
                 )
+
+
+def _dotted_arguments(content: Any, path: str = "", section: bool = True) -> Iterator[tuple[str, str]]:
+    """Yield the place and name of each argument with a dot; other keys, such as names of layers, may have dots."""
+    below = f"{path}." if path else ""
+    if isinstance(content, list):
+        for number, each in enumerate(content):
+            yield from _dotted_arguments(each, f"{below}{number}", False)
+    elif isinstance(content, dict):
+        are_arguments = section or "class_path" in content or path.rpartition(".")[2] in _OF_CLASS
+        for key, each in content.items():
+            if are_arguments and isinstance(key, str) and "." in key:
+                yield path, key
+            yield from _dotted_arguments(each, f"{below}{key}", not path)
 
 
 def _texts_in(text: str) -> list[str]:

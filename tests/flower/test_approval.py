@@ -369,7 +369,29 @@ def test_texts_that_only_look_like_yaml_are_texts():
         "'",
         "[0.1]",
     ]
-    check_reads_nothing({"a": {"b": texts, "layers.*": 1, "train": {"site": "train", "default": "train.csv"}}})
+    check_reads_nothing({"a": {"b": texts, "train": {"site": "train", "default": "train.csv"}}})
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ({"trainer": {"max_epochs": 3}, "trainer.max_epochs": 99}, "the recipe has the argument 'trainer.max_epochs'"),
+        ({"federated": {"algorithm.class_path": "Good"}}, "federated has the argument 'algorithm.class_path'"),
+        ({"model": {"class_path": "Good", "init_args.a": 1}}, "model has the argument 'init_args.a'"),
+        (
+            {"trainer": {"callbacks": [{"class_path": "Good", "init_args": {"a.b": 1}}]}},
+            "trainer.callbacks.0.init_args has the argument 'a.b'",
+        ),
+        ({"data": {"site": "d", "default": {"class_path": "A", "init_args": {"a.b": 1}}}}, "data.default.init_args"),
+    ],
+)
+def test_no_argument_has_a_dot(content, message):
+    with pytest.raises(MisconfigurationException, match=re.escape(message)):
+        check_reads_nothing(content)
+
+
+def test_names_of_layers_have_dots():
+    check_reads_nothing({"lowrank": {"init_args": {"ranks": {"network.0": 1}}, "of": {"layers.*": 1}}})
 
 
 def test_a_site_checks_recipes_that_were_approved_earlier(tmp_path):
