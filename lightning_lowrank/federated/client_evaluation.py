@@ -21,7 +21,7 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
 from torch import Tensor, nn
-from torchmetrics import Metric, MetricCollection
+from torchmetrics import Metric, MetricCollection, MetricTracker
 
 from lightning_lowrank.federated.algorithm import CompletesModels, detached
 from lightning_lowrank.federated.data.batches import BatchReader, Request
@@ -181,9 +181,9 @@ class ClientEvaluation:
 
         Args:
             trainer: The trainer, in the stage.
-            module: Its module. Values of trained parameters and persistent buffers, training modes, metrics, and
-                attributes that are numbers, strings or lists, dictionaries and sets of these are restored, also if
-                the step raises.
+            module: Its module. Values of trained parameters and persistent buffers, training modes, metrics and
+                their trackers, and attributes that are numbers, strings or lists, dictionaries and sets of these are
+                restored, also if the step raises.
             stage: Whether ``validation_step`` or ``test_step`` runs.
             states: Gives a client's own values by name, asked in ascending order of the clients. A missing name keeps
                 the module's value. The same mapping object as for the previous client is not copied again.
@@ -193,7 +193,8 @@ class ClientEvaluation:
         Returns:
             For each name that was logged, the value of each client by its number: the mean over the client's batches,
             weighted by their sizes (or another ``reduce_fx``), and the results of metric objects on the client's
-            samples alone. Values logged with ``on_epoch=False`` are left out.
+            samples alone. A `torchmetrics.MetricTracker` tracks this evaluation only. Values logged with
+            ``on_epoch=False`` are left out.
 
         Raises:
             MisconfigurationException: If the module has no such step, or one that takes ``dataloader_iter``, or logs a
@@ -214,7 +215,7 @@ class ClientEvaluation:
         randomness.open()
         unmerge(module)
         try:
-            with _worked_on_copies(module) as metrics, ExitStack() as contexts:
+            with _worked_on_copies(module) as (metrics, trackers), ExitStack() as contexts:
                 step.hook("model_eval")
                 log = Logbook(trainer)
                 contexts.enter_context(log.installed())
@@ -233,6 +234,8 @@ class ClientEvaluation:
                     if step.starts_clients:
                         step.hook("start")
                     step.hook("epoch_start")
+                    for tracker in trackers:
+                        _keep_last_step(tracker)
                     for number in range(count):
                         batch = next(batches)
                         randomness.seed(step_seed(seed, number))
@@ -318,30 +321,44 @@ class _Step:
 
 
 @contextmanager
-def _worked_on_copies(module: pl.LightningModule) -> Iterator[list[Metric | MetricCollection]]:
+def _worked_on_copies(
+    module: pl.LightningModule,
+) -> Iterator[tuple[list[Metric | MetricCollection], list[MetricTracker]]]:
     """A context with copies of a module's buffers and metrics; restores the originals.
 
     The metric objects stay the same, because a module may refer to them in other ways than by its attributes, and
     because a metric's ``clone()`` fails if its state has a gradient.
 
     Yields:
-        The module's metrics and metric collections.
+        The module's metrics and metric collections, and its trackers of metrics.
     """
     metrics = [part for part in module.modules() if isinstance(part, (Metric, MetricCollection))]
+    trackers = [part for part in module.modules() if isinstance(part, MetricTracker)]
     modes = [(part, part.training) for part in module.modules()]
-    originals: list[tuple[nn.Module, dict[str, Any]]] = [(part, dict(vars(part))) for part in [module, *metrics]]
+    changing: list[nn.Module] = [module, *metrics, *trackers]
+    originals = [(part, dict(vars(part))) for part in changing]
     copies: dict[int, Any] = {id(value): value for value in chain(module.parameters(), module.buffers())}
     try:
         for part, attributes in originals:
             for name, value in attributes.items():
                 vars(part)[name] = _copy(value, copies, with_tensors=part is not module)
-        yield metrics
+        yield metrics, trackers
     finally:
         for part, attributes in originals:
             vars(part).clear()
             vars(part).update(attributes)
         for part, training in modes:
             part.training = training
+
+
+def _keep_last_step(tracker: MetricTracker) -> None:
+    """Remove all steps of a tracker but the last; its first entry is the metric of which each step is a copy."""
+    steps = len(tracker) - 1
+    if steps > 1:
+        # Slices of a ModuleList rename the first entry, by whose name the tracker finds it.
+        setattr(tracker, "1", tracker[steps])
+        for step in range(2, steps + 1):
+            delattr(tracker, str(step))
 
 
 def _copy(value: Any, copies: dict[int, Any], with_tensors: bool) -> Any:

@@ -19,7 +19,7 @@ from torch.utils.data import (
     TensorDataset,
     default_collate,
 )
-from torchmetrics import MaxMetric, MeanMetric, Metric, MetricCollection, SumMetric
+from torchmetrics import MaxMetric, MeanMetric, Metric, MetricCollection, MetricTracker, SumMetric
 from torchmetrics.classification import BinaryAUROC, MulticlassAccuracy, MulticlassF1Score
 
 from lightning_lowrank.federated import client_evaluation
@@ -159,6 +159,33 @@ def test_metric_objects_see_the_clients_own_samples_alone(tmp_path):
         }
         for name, value in expected.items():
             assert results[name][client] == pytest.approx(value, rel=1e-5), name
+
+
+class Tracked(Module):
+    """Has the least value so far, of the epochs that its tracker has seen."""
+
+    def __init__(self):
+        super().__init__()
+        self.tracker = MetricTracker(MeanMetric(), maximize=False)
+
+    def on_validation_epoch_start(self):
+        self.tracker.increment()
+
+    def validation_step(self, batch):
+        self.tracker.update(batch[0].mean())
+
+    def on_validation_epoch_end(self):
+        self.log("least", self.tracker.best_metric())
+
+
+def test_a_tracker_has_the_steps_of_the_modules_own_evaluations(tmp_path):
+    data, module = TensorDataset(torch.tensor([3.0, 1.0, 2.0])), Tracked()
+    module.tracker.increment()
+    module.tracker.update(-5.0)
+    results, own = evaluate(tmp_path, module, Personal([[0], [1], [2]]), DataLoader(data))
+    assert results == {"least": {0: 3.0, 1: 1.0, 2: 2.0}}
+    assert own == {"least": -5.0}
+    assert module.tracker.compute_all().tolist() == [-5.0, 2.0]
 
 
 class Scaled(MeanMetric):
