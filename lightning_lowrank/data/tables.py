@@ -17,6 +17,7 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
 from lightning_lowrank.arguments import join_names
 from lightning_lowrank.extras import import_extra
+from lightning_lowrank.federated.data.plain_files import csv_rows
 from lightning_lowrank.federated.data.rows import Rows
 
 
@@ -170,7 +171,10 @@ def read_table(path: Path, names: Sequence[str] | None = None) -> Table:
                 raise MisconfigurationException(f"{path}, line {number}: no valid JSON: {error}") from error
         return table_of(rows, str(path), first_line=1)
     if suffix == ".csv":
-        cells = _csv_cells(text, path)
+        try:
+            cells = csv_rows(io.StringIO(text, newline=""))
+        except csv.Error as error:
+            raise MisconfigurationException(f"{path} is no valid CSV: {error}") from error
         # A quoted cell may contain line breaks, so row numbers differ from line numbers.
         first_line = None
     else:
@@ -190,17 +194,6 @@ def read_table(path: Path, names: Sequence[str] | None = None) -> Table:
                 f"{place}: there are {len(parts)} cells for the {len(names)} columns {join_names(names)}"
             )
     return Table({name: [parts[place] for parts in cells] for place, name in enumerate(names)}, str(path), first_line)
-
-
-def _csv_cells(text: str, path: Path) -> list[list[str]]:
-    """The cells of each row, without empty rows; a cell may be of any length."""
-    limit = csv.field_size_limit(max(len(text), 1))
-    try:
-        return [row for row in csv.reader(io.StringIO(text, newline="")) if row]
-    except csv.Error as error:
-        raise MisconfigurationException(f"{path} is no valid CSV: {error}") from error
-    finally:
-        csv.field_size_limit(limit)
 
 
 def table_of(rows: Any, source: str, first_line: int | None = None) -> Table:

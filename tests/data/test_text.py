@@ -594,6 +594,12 @@ def test_cells_hold_any_character_and_any_number_of_them(tmp_path, end):
     assert csv.field_size_limit() == limit
 
 
+def test_quotes_inside_of_cells(tmp_path):
+    (tmp_path / "train.csv").write_text('text,size\n"a"b,5"\n"say ""c""\nd",6"\n"e",7"')
+    assert read_table(tmp_path / "train.csv")["text"] == ["ab", 'say "c"\nd', "e"]
+    assert read_table(tmp_path / "train.csv")["size"] == ['5"', '6"', '7"']
+
+
 def test_an_empty_row_of_one_column_is_a_text(tmp_path):
     (tmp_path / "train.csv").write_text('text\na\n""\nb\n\n')
     assert read_table(tmp_path / "train.csv")["text"] == ["a", "", "b"]
@@ -606,6 +612,10 @@ def test_an_empty_row_of_one_column_is_a_text(tmp_path):
         ("\n\n", r"train\.csv"),
         ("text,label\na,1\n\nb\n", r"1.*there.*1"),
         ("text,label,text\na,1,b\n", r"train\.csv"),
+        # The quote is closed by that of the next row, by none, and by none in a file without a last line end.
+        ('label,text\n1,"a"\n0,"b\n1,"c"\n', r"train\.csv.*line 3"),
+        ('label,text\n1,"a\nb"\n0,"c\n1,d\n', r"train\.csv.*line 4"),
+        ('label,text\n1,a\n0,"b', r"train\.csv.*line 3"),
     ],
 )
 def test_a_useless_csv_file_is_refused(tmp_path, content, message):

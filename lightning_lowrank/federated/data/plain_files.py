@@ -15,7 +15,7 @@ import json
 import pickle
 import re
 import zipfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -25,7 +25,7 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
 from lightning_lowrank.federated.data.columns import refuse_empty
 
-__all__ = ["owners_in_file", "read_columns", "read_plain"]
+__all__ = ["csv_rows", "owners_in_file", "read_columns", "read_plain"]
 
 _CLIENT_COLUMNS, _INDEX_COLUMNS = ("client", "client_id", "user", "user_id"), ("index", "sample")
 
@@ -63,6 +63,38 @@ def read_plain(path: Path, argument: str) -> Any:
         raise MisconfigurationException(f"{argument} names {str(path)!r}, which is no {kind}: {reason}.") from error
 
 
+def csv_rows(lines: Iterable[str]) -> list[list[str]]:
+    """The cells of each row of a CSV file, without empty rows; a cell may be of any length.
+
+    Args:
+        lines: The file's lines, with their ends.
+
+    Raises:
+        csv.Error: If a row of several lines has a quote that is not closed, or text after a closing quote. Such a row
+            usually begins with a quote too many, and contains the rows below.
+    """
+    # With a further line a quote that is open in the last line makes a row of several lines too.
+    lines = [*lines, "\n"]
+    limit = csv.field_size_limit(max(sum(map(len, lines)), 1))
+    try:
+        reader, rows, start = csv.reader(lines), [], 0
+        for row in reader:
+            if reader.line_num > start + 1:
+                try:
+                    list(csv.reader(lines[start : reader.line_num], strict=True))
+                except csv.Error as error:
+                    raise csv.Error(
+                        f"the row of line {start + 1} has a quote that is not closed, or text after a closing quote"
+                        f" ({error}); a quote inside of a quoted cell is written twice"
+                    ) from error
+            start = reader.line_num
+            if row:
+                rows.append(row)
+        return rows
+    finally:
+        csv.field_size_limit(limit)
+
+
 def read_columns(path: Path, argument: str) -> dict[str, list[str]]:
     """The columns of a CSV file, by the names in its first line.
 
@@ -71,7 +103,7 @@ def read_columns(path: Path, argument: str) -> dict[str, list[str]]:
     """
     try:
         with open(path, newline="", encoding="utf-8-sig") as file:
-            rows = [row for row in csv.reader(file) if row]
+            rows = csv_rows(file)
             # FedLab's reports begin with a line that holds a title.
             rows = rows[len(rows[0]) == 1 < len(rows[1]) :] if len(rows) > 1 else rows
     except (OSError, UnicodeDecodeError, csv.Error) as error:

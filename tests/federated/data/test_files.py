@@ -191,6 +191,7 @@ def test_a_type_whose_flags_are_a_lie_is_read_by_its_name(tmp_path):
         ("call.txt", b"__import__('os').system('touch marker')", "call"),
         ("junk.csv", b"\xff\xfe\x00", "junk"),
         ("cells.csv", b"client,index\na,1\nb\n", "row 2"),
+        ("quote.csv", b'client,index\n"a,1\n"b",0\n', "line 2"),
         ("words.csv", b"client,index\na,one\n", "'index'.*one"),
         ("columns.csv", b"ward,row\na,1\n", r"client=.*\['ward', 'row'\]"),
         ("empty.csv", b"user,index\na,0\n,1\n", r"empty\.csv.*'user'.*number 1"),
