@@ -16,6 +16,7 @@ from lightning_lowrank.data.tables import Table
 from lightning_lowrank.data.text_splits import TextSplits, names_of_parts
 from lightning_lowrank.data.tokenized import AnsweredTexts, PackTexts, PadTexts
 from lightning_lowrank.data.vision import hold_out
+from lightning_lowrank.federated.data.columns import is_missing
 
 ALPACA = (
     "Below is an instruction that describes a task. Write a response that appropriately completes the request."
@@ -54,8 +55,8 @@ class Instructions(TextSplits):
         test: The same that ``test`` and ``predict`` read: ``test.jsonl``, or ``test``. Default: the validation set.
         max_length: Tokens at which a text is cut off.
         dataset: As for `TextClassification`.
-        prompt: Template of the text before an answer, with names of columns in braces. Default: Alpaca's, with the
-            column ``instruction``.
+        prompt: Template of the text before an answer, with names of columns in braces. A value that is missing, such
+            as ``None`` or NaN, is an empty text. Default: Alpaca's, with the column ``instruction``.
         answer: Column of the answers.
         messages: Column of conversations: lists of dictionaries with ``role`` and ``content``, or with ``from`` and
             ``value``.
@@ -296,4 +297,4 @@ def _conversation(tokenizer: Any, turns: Any) -> tuple[list[int], list[bool]]:
 
 
 def _or_empty(value: Any) -> Any:
-    return "" if value is None else value
+    return "" if is_missing(value) else value

@@ -15,7 +15,7 @@ from lightning_lowrank.data.glue import COLA_COLUMNS, LABEL, glue_task
 from lightning_lowrank.data.tables import Table, read_table, read_text
 from lightning_lowrank.data.text_splits import TextSplits, names_of_parts
 from lightning_lowrank.data.tokenized import PadTexts, TokenizedTexts
-from lightning_lowrank.federated.data.columns import is_blank
+from lightning_lowrank.federated.data.columns import is_blank, is_missing
 
 _HEADER_LABELS = ("label", "labels")
 _TEXT = (("text", "sentence"),)
@@ -176,8 +176,8 @@ class TextClassification(TextSplits):
         if part == "test" and not any(name in table.column_names for name in self._label):
             return None
         column = table.find(self._label, "label")
-        # An empty cell of a .csv file is a label that is missing.
-        values = [None if is_blank(value) else value for value in table[column]]
+        # An empty cell of a .csv file is a label that is missing, as is NaN in the rows of a pandas table.
+        values = [None if is_blank(value) or is_missing(value) else value for value in table[column]]
         kept_back = self.dataset is not None and (
             self.regression or column in table.classes or (self.classes is not None and "-1" not in self.classes)
         )
@@ -186,8 +186,9 @@ class TextClassification(TextSplits):
             return None
         lacking = [row for row, value in enumerate(values) if missing[row] and (value is None or not self.regression)]
         if lacking:
+            found = table[column][lacking[0]]
             raise MisconfigurationException(
-                f"{table.place(lacking[0])}: it has {values[lacking[0]]!r} in place of a label: leave the row out"
+                f"{table.place(lacking[0])}: it has {found!r} in place of a label: leave the row out"
             )
         return values
 

@@ -58,6 +58,14 @@ def test_the_default_prompt_is_alpacas(tokenizer):
     assert data.train_set[1]["labels"].tolist()[-2:] == [*ids("bad"), END]
 
 
+def test_a_missing_value_is_no_word_of_a_prompt(tokenizer):
+    rows = [{**ROWS[0], "speaker": value} for value in (None, float("nan"), "ada")]
+    data = data_of(tokenizer, rows, prompt="is {speaker}")
+    data.setup("fit")
+    assert data.train_set[0]["input_ids"].tolist() == data.train_set[1]["input_ids"].tolist()
+    assert len(data.train_set[2]["input_ids"]) == len(data.train_set[0]["input_ids"]) + 1
+
+
 def test_the_assistants_words_are_predicted_in_every_turn(tokenizer):
     said = [("user", "a film"), ("assistant", "good"), ("user", "the actors"), ("assistant", "bad story")]
     whole = [{"role": role, "content": content} for role, content in said]

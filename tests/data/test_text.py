@@ -532,6 +532,8 @@ def test_labels_that_are_numbers(tokenizer, found, given, classes, targets):
         ({}, [{"text": "a", "label": 1}, {"text": None, "label": 0}], r"dataset.*1"),
         ({}, [{"text": "a", "label": 1}, {"text": "a", "label": None}], r"1.*in place"),
         ({}, [{"text": "a", "label": "yes"}, {"text": "a", "label": " "}], r"1.*in place"),
+        ({}, [{"text": "a", "label": "yes"}, {"text": "a", "label": float("nan")}], r"1.*nan in place"),
+        ({}, [{"text": "a", "label": 1.0}, {"text": "a", "label": float("nan")}], r"1.*nan in place"),
         ({"regression": True}, [{"text": "a", "label": ""}], r"0.*in place"),
         ({}, [{"text": "a", "label": 1}, {"text": "a", "label": 1}], "regression=True"),
         ({}, [], "has no rows"),
