@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import math
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -29,6 +30,8 @@ __all__ = ["LEAF", "ClientFiles", "ClientTable", "FederatedHDF5"]
 
 _TABLES = (".csv", ".tsv", ".jsonl", ".ndjson", ".json", ".parquet")
 _FILES = (".npz", *_TABLES)
+_DIGITS = re.compile(r"[+-]?[\d_]+")
+_INTEGER = re.compile(r"[+-]?(0|[1-9][0-9]*)")
 
 
 class ClientArrays(ClientDatasets):
@@ -132,7 +135,7 @@ class ClientArrays(ClientDatasets):
             raise MisconfigurationException(
                 f"{type(self).__name__}: the targets of client {name!r} are {array.dtype}, such as"
                 f" {str(array.reshape(-1)[0])[:50]!r}, and those of other clients are not: give only numbers, or only"
-                " strings"
+                " strings, or name all classes by classes="
             )
         if not strings:
             return array
@@ -316,7 +319,8 @@ class ClientFiles(ClientArrays):
 
     Args:
         root: The folder.
-        target: Name of a table's column of targets. Strings are numbered as classes, in sorted order.
+        target: Name of a table's column of targets. Strings are numbered as classes, in sorted order. A text file's
+            cells are numbers if all are; codes of digits, such as ``01``, are strings.
         features: Names of a table's columns of inputs, numbers. ``None``: all but ``target``.
         **kwargs: Arguments of `ClientArrays` and `ClientDatasets`.
 
@@ -409,7 +413,8 @@ class ClientTable(ClientArrays):
     Args:
         train: The file: ``.csv``, ``.tsv``, ``.jsonl``, ``.json`` or ``.parquet``, which needs the extra ``pyarrow``.
         client: Name of its column of clients. They come in natural order.
-        target: Name of its column of targets. Strings are numbered as classes, in sorted order.
+        target: Name of its column of targets. Strings are numbered as classes, in sorted order. A text file's cells are
+            numbers if all are; codes of digits, such as ``01``, are strings.
         features: Names of its columns of inputs, numbers. ``None``: all others.
         test: A file of rows to test on, with the same columns.
         split: Name of a column with ``train`` and ``test`` instead; other rows are left out. ``None``, and no ``test``:
@@ -541,10 +546,8 @@ class _Columns:
             raise MisconfigurationException(f"{table.source} has no column of inputs in addition to {self._target!r}")
         inputs = columns[0] if len(columns) == 1 and columns[0].ndim > 1 else np.stack(columns, 1)
         found = np.asarray(targets)
-        for kind in (np.int64, np.float32):
-            if found.dtype.kind in "US":
-                with contextlib.suppress(ValueError):
-                    found = found.astype(kind)
+        if found.dtype.kind in "US":
+            found = _numbers_of_texts(found)
         if found.dtype.kind == "f" and not np.isfinite(found).all():
             row = int(np.flatnonzero(~np.isfinite(found.reshape(len(found), -1)).all(1))[0])
             raise MisconfigurationException(
@@ -552,6 +555,21 @@ class _Columns:
                 " leave the row out"
             )
         return inputs, found
+
+
+def _numbers_of_texts(cells: np.ndarray) -> np.ndarray:
+    """Integers or float32 if all texts are numbers, or else the texts.
+
+    Digits with leading zeros, or of a number beyond 64 bits, are codes and stay texts: as numbers, ``01`` and ``1``
+    would be one class.
+    """
+    texts = [text.strip() for text in _texts(cells)]
+    with contextlib.suppress(ValueError, OverflowError):
+        if all(map(_DIGITS.fullmatch, texts)):
+            whole = all(map(_INTEGER.fullmatch, texts))
+            return np.array([int(text) for text in texts], np.int64).reshape(cells.shape) if whole else cells
+        return cells.astype(np.float32)
+    return cells
 
 
 def _numbers(table: Table, name: str) -> np.ndarray:

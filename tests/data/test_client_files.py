@@ -133,6 +133,8 @@ def test_texts_are_encoded_and_strings_numbered(tmp_path):
         (["well", "ill", "dead"], ["ill", "well"], [1, 0]),
         (["well", "ill"], ["1", "0"], [1, 0]),
         (["2", "1"], ["1", "2"], [1, 0]),
+        (["01", "1"], ["1", "01"], [1, 0]),
+        (["9", "9" * 20], ["9" * 20, "9"], [1, 0]),
         (["2", "1"], ["x", "2"], "client 'c'.*'x'.*classes="),
         (["well", "ill"], ["0", "2"], "client 'c'.*'2'.*0 to 1"),
         (["well", "ill"], ["0", "-1"], "client 'c'.*'-1'.*0 to 1"),
@@ -154,6 +156,28 @@ def test_given_classes_number_the_targets(classes, cells, targets, tmp_path):
     data.setup()
     assert [part.tensors[1].tolist() for part in (data.train_set, data.test_set)] == [targets, targets]
     assert data.classes == classes
+
+
+@pytest.mark.parametrize(
+    ("cells", "classes", "targets"),
+    [
+        (["01", "1", "10"], ["01", "1", "10"], [0, 1, 2]),
+        (["9" * 20, "9"], ["9", "9" * 20], [1, 0]),
+        (["1_0", "10"], ["10", "1_0"], [1, 0]),
+        ([" 0", "-1", "+12"], None, [0, -1, 12]),
+        (["007.5", "1e2"], None, [7.5, 100.0]),
+    ],
+)
+def test_codes_of_digits_are_classes_and_numbers_are_none(cells, classes, targets, tmp_path):
+    for split in ("train", "test"):
+        (tmp_path / split).mkdir()
+        (tmp_path / split / "c.csv").write_text("age,label\n" + "".join(f"01,{cell}\n" for cell in cells))
+    data = ClientFiles(str(tmp_path))
+    data.setup()
+    assert data.classes == classes
+    for part in (data.train_set, data.test_set):
+        assert part.tensors[1].tolist() == targets
+        assert part.tensors[0].tolist() == [[1.0]] * len(cells)
 
 
 def test_classes_that_only_the_tests_have_and_clients_without_samples(tmp_path):
