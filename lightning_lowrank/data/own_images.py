@@ -37,11 +37,7 @@ class Pictures:
     """Rows of these images among all that were found; ``None``: all of them."""
 
     def open(self, row: int) -> Image.Image:
-        """Open an image of a row.
-
-        Raises:
-            OSError: If it cannot be read.
-        """
+        """Open an image of a row; any exception says that it cannot be read."""
         raise NotImplementedError
 
     def place(self, row: int) -> str:
@@ -205,7 +201,9 @@ class OwnImages(VisionDataModule):
                         " channel can be read: scale the pixels to 0 to 255 and save them so"
                     )
                 converted = image.convert("RGB" if self.channels == 3 else "L")
-        except OSError as error:
+        except (MisconfigurationException, MemoryError):
+            raise
+        except Exception as error:  # a damaged image fails in any way
             raise MisconfigurationException(f"{pictures.place(row)} is no image that can be read: {error}") from error
         if self.size is not None and (converted.height, converted.width) != tuple(self.size):
             converted = ImageOps.fit(converted, (self.size[1], self.size[0]), Image.Resampling.BILINEAR)

@@ -22,6 +22,16 @@ def jpeg(pixels):
     return content.getvalue(), (decoded[None].repeat(3, 0) if decoded.ndim == 2 else decoded.transpose(2, 0, 1))
 
 
+def broken_png(pixels):
+    """A PNG file of these pixels whose chunk of data has a wrong length, which Pillow reports as a SyntaxError."""
+    file = io.BytesIO()
+    Image.fromarray(pixels).save(file, "png")
+    content = bytearray(file.getvalue())
+    start = content.index(b"IDAT")
+    content[start - 4 : start] = b"\0\0\0\5"
+    return bytes(content)
+
+
 def write_tiny_imagenet(root, test_images=30):
     """Write the archive's folder, of each class one image in colour and a grey one; return pixels and targets."""
     generator = np.random.default_rng(5)

@@ -13,6 +13,7 @@ from lightning_lowrank import ByKey, FedAvg, FederatedLoop
 from lightning_lowrank.cli import main
 from lightning_lowrank.data import HuggingFaceImages
 from lightning_lowrank.federated.data import find_labels
+from tests.data.helpers import broken_png
 from tests.helpers import Module, fit, trainer
 
 datasets = pytest.importorskip("datasets")
@@ -199,10 +200,11 @@ def test_rows_that_lack_something_are_named(stored):
     given["image"][7] = None
     with pytest.raises(MisconfigurationException, match=r"dataset.*7"):
         HuggingFaceImages(made(given), test_share=0.25).setup()
-    given["image"] = [{"bytes": b"no image", "path": None}] * 12
-    broken = made(given).cast_column("image", datasets.Image())
-    with pytest.raises(MisconfigurationException, match=r"dataset.*2"):
-        HuggingFaceImages(broken, test_share=0.25).setup()
+    for content in (b"no image", broken_png(np.zeros((8, 8, 3), np.uint8))):
+        given["image"] = [{"bytes": content, "path": None}] * 12
+        broken = made(given).cast_column("image", datasets.Image())
+        with pytest.raises(MisconfigurationException, match=r"dataset.*2"):
+            HuggingFaceImages(broken, test_share=0.25).setup()
 
 
 def test_a_missing_library_is_named_with_its_extra(stored, monkeypatch):

@@ -12,7 +12,7 @@ from torch import nn
 
 from lightning_lowrank import ByKey, FedAvg, FederatedLoop
 from lightning_lowrank.data import Arrays, ImageFolder
-from tests.data.helpers import all_samples
+from tests.data.helpers import all_samples, broken_png
 from tests.helpers import Module, fit, trainer
 
 
@@ -211,10 +211,18 @@ def test_folders_are_checked(images, arguments, said):
         ImageFolder(**{"root": str(images[0]), **arguments})
 
 
-def test_damaged_images_are_named(images):
-    (images[0] / "ant" / "broken.png").write_bytes(b"no image")
+@pytest.mark.parametrize("content", [b"no image", broken_png(np.zeros((8, 8, 3), np.uint8))], ids=["text", "chunk"])
+def test_damaged_images_are_named(images, content):
+    (images[0] / "ant" / "broken.png").write_bytes(content)
     with pytest.raises(MisconfigurationException, match=r"broken\.png"):
         ImageFolder(str(images[0])).setup()
+
+
+def test_an_image_beyond_pillows_limit_is_named(images, monkeypatch):
+    write(images[0] / "ant", "huge.png", np.zeros((40, 40, 3), np.uint8))
+    monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", 100)
+    with pytest.raises(MisconfigurationException, match=r"huge\.png.*1600 pixels"):
+        ImageFolder(str(images[0]), size=8).setup()
 
 
 def test_files_make_natural_clients(images, tmp_path):
