@@ -290,7 +290,7 @@ def _id_of(client: int | str, names: Sequence[str | int], path: str | Path) -> i
     ids = {str(name): number for number, name in enumerate(names)}
     if isinstance(client, str) and client in ids:
         return ids[client]
-    if isinstance(client, str) and not client.isdigit():
+    if isinstance(client, str) and not client.isdecimal():
         known = f"its clients are {first_ten(list(ids))}" if ids else "its clients have no names: give an id"
         raise misconfigured(f"client={client!r} is not in {path}: {known}.")
     return int(client)

@@ -40,6 +40,7 @@ def run(tmp_path, *callbacks, algorithm=None, **settings):
         ([10, 2], (2, 10)),
         (["10", "2"], (2, 10)),
         (["x", 10, 2], (2, 10, "x")),
+        (["②", "5²", "①"], ("5²", "①", "②")),
     ],
 )
 def test_names_are_numbered_as_people_do(names, expected):
@@ -125,8 +126,9 @@ def test_a_checkpoint_knows_the_names(tmp_path):
     assert_same(weights(by_name), weights(by_id))
     other = dense_checkpoint(tmp_path / "last.ckpt", "u1")
     assert not torch.equal(other["net.0.bias"], weights(by_id)["net.0.bias"])
-    with pytest.raises(MisconfigurationException, match="'u3'"):
-        dense_checkpoint(tmp_path / "last.ckpt", "u3")
+    for unknown in ("u3", "²"):
+        with pytest.raises(MisconfigurationException, match=f"client='{unknown}'"):
+            dense_checkpoint(tmp_path / "last.ckpt", unknown)
 
 
 def devices(folder, rows):

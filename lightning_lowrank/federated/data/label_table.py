@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import operator
 import os
+import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -126,7 +127,7 @@ def _fedlab_report(path: Path) -> dict[str, dict[int, int]]:
     """Read label counts from a FedLab report, whose rows have shares ``class0``, ``class1``, ... and an ``Amount``."""
     columns = read_columns(path, "counts")
     labels = [name for name in columns if name.startswith("class")]
-    if not labels or "Amount" not in columns:
+    if not labels or "Amount" not in columns or not all(re.fullmatch("class[0-9]+", name) for name in labels):
         raise MisconfigurationException(
             f"counts={str(path)!r} must have the columns client, class0, class1, ..., Amount, and has {list(columns)}."
         )

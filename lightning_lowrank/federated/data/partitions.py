@@ -575,7 +575,7 @@ def natural_sort_key(name: Any) -> tuple[tuple[int, int, str], ...]:
         [3, 'u1b', 'u2', 'u10']
     """
     parts = re.split("([0-9]+)", str(name))
-    found = tuple((0, int(part), "") if part.isdigit() else (1, 0, part) for part in parts if part)
+    found = tuple((0, int(part), "") if part.isascii() and part.isdigit() else (1, 0, part) for part in parts if part)
     # The name itself breaks ties: "007" and "7" are different.
     return (*found, (2, 0, str(name)))
 

@@ -131,6 +131,12 @@ def test_an_empty_cell_is_no_client(cell, tmp_path):
         LabelTable(tmp_path / "report.csv")
 
 
+def test_a_column_of_no_label_is_refused(tmp_path):
+    (tmp_path / "report.csv").write_text(FEDLAB.replace("class2", "class two"))
+    with pytest.raises(MisconfigurationException, match=r"class0.*'class two'"):
+        LabelTable(tmp_path / "report.csv")
+
+
 class Code:
     def __reduce__(self):
         return (os.system, ("touch marker",))
