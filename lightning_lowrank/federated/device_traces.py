@@ -41,7 +41,7 @@ class Trace(Distribution):
     Raises:
         MisconfigurationException: If there is no such file or column, a value is no number above 0, or a client's name
             occurs twice. When a fit begins: if clients have no names, or one has no row; or if ``client`` is not given
-            and a column holds the names of all clients in another order.
+            and another column, of different values, holds the names of all clients in another order.
 
     Example:
         >>> import tempfile, pathlib
@@ -86,8 +86,14 @@ class Trace(Distribution):
     def draw_named(self, clients: int, generator: torch.Generator, names: Sequence[str | int] | None) -> Tensor:
         wanted = None if names is None else [str(name) for name in names]
         if self.client is None:
-            holding = [name for name, values in self._columns.items() if wanted and set(wanted) <= set(values)]
-            if holding and self._columns[holding[0]][:clients] != wanted:
+            others = {name: values for name, values in self._columns.items() if name != self.column}
+            holding = [
+                name
+                for name, values in others.items()
+                # Values that repeat are no names of devices.
+                if wanted and set(wanted) <= set(values) and len(set(values)) == len(values)
+            ]
+            if holding and not any(others[name][:clients] == wanted for name in holding):
                 raise MisconfigurationException(
                     f"{self.path} has the clients' names in its column {holding[0]!r}, but without client= row i is"
                     f" assigned to client i, whatever its name: give Trace(..., client={holding[0]!r})"

@@ -154,6 +154,13 @@ def test_a_trace_by_row_is_refused_where_a_column_has_the_names(tmp_path):
     assert other.draw_named(3, None, None).tolist() == [10.0, 2.0, 1.0]
 
 
+def test_numbers_of_devices_are_no_names(tmp_path):
+    (tmp_path / "devices.csv").write_text("device,tier,up\n1,2,2\n2,2,1\n3,1,9\n")
+    assert Trace(str(tmp_path / "devices.csv"), "up").draw_named(2, None, [1, 2]).tolist() == [2.0, 1.0]
+    (tmp_path / "devices.csv").write_text("tier,up\n2,2\n2,1\n1,9\n")
+    assert Trace(str(tmp_path / "devices.csv"), "up").draw_named(2, None, [1, 2]).tolist() == [2.0, 1.0]
+
+
 @pytest.mark.parametrize(
     ("rows", "names", "said"),
     [
