@@ -313,6 +313,7 @@ class PrivateMean(RoundStage):
             "clip": self.clip,
             "noise_multiplier": self.noise_multiplier,
             "drawn": [self._mechanism.sampled, self._mechanism.population],
+            "sampling": self._mechanism.sampling,
             "secret": self.privacy.secret,
             "sums": dict(self._sums),
             "unclipped": self._unclipped,
@@ -323,18 +324,21 @@ class PrivateMean(RoundStage):
         """Restore the result of `state_dict`, with the noise multiplier of the run's first rounds.
 
         Raises:
-            MisconfigurationException: If later rounds would have another noise or chance than those that are counted.
+            MisconfigurationException: If later rounds would have another noise, chance or sampling than those that are
+                counted.
         """
         given, noise = self.privacy.noise_multiplier, state["noise_multiplier"]
-        drawn = [self._mechanism.sampled, self._mechanism.population]
-        if given not in (None, noise) or drawn != state["drawn"]:
+        drawn, sampling = [self._mechanism.sampled, self._mechanism.population], self._mechanism.sampling
+        if given not in (None, noise) or drawn != state["drawn"] or sampling != state["sampling"]:
             raise MisconfigurationException(
                 f"the rounds so far drew {state['drawn'][0]} of {state['drawn'][1]} clients with"
-                f" noise_multiplier={noise:g}, and later ones would draw {drawn[0]} of {drawn[1]} with"
-                f" {given or noise:g}: ε counts equal rounds, so continue with the same values."
+                f" sampling={state['sampling']!r} and noise_multiplier={noise:g}, and later ones would draw {drawn[0]}"
+                f" of {drawn[1]} with {sampling!r} and {given or noise:g}: ε counts equal rounds, so continue with the"
+                " same values."
             )
         self.released, self.clip = state["released"], state["clip"]
-        self.privacy.secret = state["secret"]
+        if self.privacy.secure and state["secret"] is not None:
+            self.privacy.secret = state["secret"]
         self._mechanism = dataclasses.replace(self._mechanism, noise_multiplier=state["noise_multiplier"])
         self._sums, self._unclipped = dict(state["sums"]), state["unclipped"]
 
