@@ -100,7 +100,7 @@ class DifferentialPrivacy(NeedsPoissonBatches, Configured, Callback):
             private: BatchNorm, manual optimization, ``precision="16-mixed"``, accumulated or repeated batches, several
             processes or reloaded loaders without a federation, methods and optimizers that take several gradients of a
             batch, factors of which none can move. In a step, if the training step or a hook that is given the batch
-            changes the model itself.
+            changes the model itself, or the step reads a list or an array in the batch.
 
     Example:
         >>> import lightning as L

@@ -6,6 +6,7 @@ import warnings
 from functools import partial
 
 import lightning.pytorch as pl
+import numpy as np
 import pytest
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
@@ -196,6 +197,24 @@ def test_batches_that_cannot_be_taken_apart():
     gradients = SampleGradients(module, module.training_step)
     with pytest.raises(MisconfigurationException, match=r"DifferentialPrivacy.*2"):
         gradients.clipped(["net.weight"], (torch.zeros(2, 6), torch.tensor(0.0)), 2, 1.0, (0,))
+
+
+@pytest.mark.parametrize(
+    ("collection", "read"),
+    [(list, torch.as_tensor), (list, lambda entry: torch.stack([entry])), (tuple, len), (np.array, np.sum), (set, sum)],
+)
+def test_collections_of_all_samples_are_refused_if_a_step_reads_them(collection, read):
+    module, names = Module(linear()), ["net.weight", "net.bias"]
+    batch = {"pair": [draw(3, 6), torch.tensor([0, 1, 2])], "names": (torch.ones(3), collection([1.0, 2.0, 3.0]))}
+
+    def reading(batch):
+        read(batch["names"][1])
+        return module.loss(batch["pair"])
+
+    with pytest.raises(MisconfigurationException, match=r"reads batch\['names'\]\[1\]"):
+        SampleGradients(module, reading).clipped(names, batch, 3, 1.0)
+    found = SampleGradients(module, lambda batch: module.loss(batch["pair"])).clipped(names, batch, 3, 1.0)
+    assert_same(found[1], SampleGradients(module, module.loss).clipped(names, batch["pair"], 3, 1.0)[1])
 
 
 # A fit

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import lightning.pytorch as pl
+import numpy as np
 import torch
 from lightning.pytorch.utilities import rank_zero_warn
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
@@ -15,6 +16,7 @@ from torch.func import functional_call, grad, vmap
 from torchmetrics import Metric
 
 from lightning_lowrank.arguments import join_names
+from lightning_lowrank.federated.data.batches import OfEachClient
 from lightning_lowrank.federated.execution.compiled import tensors_in
 from lightning_lowrank.federated.execution.mapped_leaks import (
     WATCHED_STEPS,
@@ -31,6 +33,36 @@ from lightning_lowrank.internals.torch import as_rows, no_assignments_to_data, p
 from lightning_lowrank.internals.transformers import without_value_checks
 
 Logged = dict[str, Tensor]
+_COLLECTIONS = (list, tuple, set, frozenset, np.ndarray)
+
+
+class CannotSplit(MisconfigurationException, AttributeError):
+    """Raised if a training step reads an entry of the batch that is not split into samples."""
+
+
+class _OfSamples(OfEachClient):
+    """A collection in a batch that holds no tensors. It is not split into samples, so that all use of it is refused."""
+
+    def _error(self) -> Exception:
+        return CannotSplit(
+            f"DifferentialPrivacy splits the tensors of a batch into samples, and training_step reads {self.name} of"
+            f" type {type(self.values[0]).__name__}, which holds no tensors: have the collate function make a tensor"
+            " of it, or keep what is the same for all samples in the module."
+        )
+
+
+def _only_tensors(entry: Any, name: str = "batch") -> Any:
+    """A batch whose collections without tensors are replaced by placeholders."""
+    if type(entry) is dict:
+        return {key: _only_tensors(value, f"{name}[{key!r}]") for key, value in entry.items()}
+    if not isinstance(entry, _COLLECTIONS):
+        return apply_to_collection(entry, _COLLECTIONS, _only_tensors, name)
+    if isinstance(entry, np.ndarray) and not entry.ndim:
+        return entry
+    if not tensors_in(entry):
+        return _OfSamples(name, [entry])
+    parts = [_only_tensors(value, f"{name}[{place}]") for place, value in enumerate(entry)]
+    return type(entry)(*parts) if hasattr(entry, "_fields") else type(entry)(parts)
 
 
 class _Step(nn.Module):
@@ -90,8 +122,8 @@ class SampleGradients:
 
         Raises:
             MisconfigurationException: If the batch holds a tensor of something else than its samples, or the step
-                changes a buffer or a metric, gives no loss, logs anything but means, or is called several times and
-                changes a parameter.
+                reads a collection in it that holds no tensors, changes a buffer or a metric, gives no loss, logs
+                anything but means, or is called several times and changes a parameter.
         """
         tensors = tensors_in(batch)
         wrong = [tuple(tensor.shape) for tensor in tensors if not tensor.ndim or len(tensor) != size]
@@ -101,6 +133,7 @@ class SampleGradients:
                 f" every tensor in it; got {f'one of shape {wrong[0]}' if wrong else type(batch).__name__}: have the"
                 " collate function stack samples in a first dimension."
             )
+        batch = _only_tensors(batch)
         all_parameters = dict(self._module.named_parameters())
         parameters = {name: all_parameters[name].detach() for name in names}
         # In 16 bits, rounding would move a sum by more than one sample's clipped gradient.
