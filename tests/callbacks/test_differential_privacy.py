@@ -43,6 +43,7 @@ from lightning_lowrank import (
 )
 from lightning_lowrank.federated.checks import check_factors_move
 from lightning_lowrank.federated.privacy import Mechanism
+from lightning_lowrank.federated.privacy.noise import gaussian
 from lightning_lowrank.federated.privacy.samples import SampleGradients
 from lightning_lowrank.seeding import generator
 from tests.helpers import Data, Module, assert_same, blobs, draw, fit, network, trainer, weights
@@ -215,6 +216,11 @@ def test_collections_of_all_samples_are_refused_if_a_step_reads_them(collection,
         SampleGradients(module, reading).clipped(names, batch, 3, 1.0)
     found = SampleGradients(module, lambda batch: module.loss(batch["pair"])).clipped(names, batch, 3, 1.0)
     assert_same(found[1], SampleGradients(module, module.loss).clipped(names, batch["pair"], 3, 1.0)[1])
+
+
+def test_complex_numbers_get_no_noise():
+    with pytest.raises(TypeError, match=r"'w'.*complex64.*torch\.view_as_real"):
+        gaussian({"w": torch.zeros(2, dtype=torch.complex64)}, 1.0, 0, "noise")
 
 
 # A fit
@@ -658,6 +664,12 @@ class Running(Module):
         return self.loss(batch)
 
 
+class Spectral(Module):
+    def __init__(self):
+        super().__init__(linear(), SGD)
+        self.spectrum = nn.Parameter(torch.ones(3, dtype=torch.complex64))
+
+
 class Manual(Module):
     def __init__(self):
         super().__init__(linear(), SGD)
@@ -685,6 +697,7 @@ class SamplerData(Data):
         (partial(Measured, True), r"MulticlassAccuracy.*'acc'"),
         (partial(Measured, False), "training_step"),
         (Running, "training_step"),
+        (Spectral, r"spectrum: .*torch\.view_as_real"),
     ],
 )
 @pytest.mark.filterwarnings("ignore:.*cannot be mapped over samples")
