@@ -63,8 +63,11 @@ class DifferentialPrivacy(NeedsPoissonBatches, Configured, Callback):
 
     The module's own ``training_step`` is called with batches of one sample, mapped over the batch by `torch.func.vmap`,
     or one after another if it cannot be mapped. So a sample's loss must not depend on the other samples; a mean over
-    the batch is fine. The gradient of the whole loss is clipped, including a method's own terms (``Algorithm.loss``).
-    Logged figures are not protected, nor is other code that reads samples: see ``docs/privacy.md``.
+    the batch is fine. A mean that divides by class weights or by a number of targets divides by those of the sample
+    alone: ``nn.CrossEntropyLoss(weight=...)`` with one target a sample loses its weights, and is refused; with
+    ``ignore_index`` each sample counts alike, whatever its number of targets. The gradient of the whole loss is
+    clipped, including a method's own terms (``Algorithm.loss``). Logged figures are not protected, nor is other code
+    that reads samples: see ``docs/privacy.md``.
 
     Without `FederatedLoop` the training loader is replaced by one of Poisson-sampled batches. With it (put this
     callback after it), each client protects its samples against everybody else, the server included. Then each client
@@ -100,7 +103,8 @@ class DifferentialPrivacy(NeedsPoissonBatches, Configured, Callback):
             private: BatchNorm, manual optimization, ``precision="16-mixed"``, accumulated or repeated batches, several
             processes or reloaded loaders without a federation, methods and optimizers that take several gradients of a
             batch, complex parameters, factors of which none can move. In a step, if the training step or a hook that is
-            given the batch changes the model itself, or the step reads a list or an array in the batch.
+            given the batch changes the model itself, or the step reads a list or an array in the batch or weights a
+            mean by class.
 
     Example:
         >>> import lightning as L

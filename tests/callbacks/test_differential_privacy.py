@@ -13,6 +13,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from scipy import stats
 from torch import nn
+from torch.nn import functional as F
 from torch.utils.data import DataLoader, WeightedRandomSampler
 from torchmetrics.classification import MulticlassAccuracy
 
@@ -42,6 +43,7 @@ from lightning_lowrank import (
     convert,
 )
 from lightning_lowrank.federated.checks import check_factors_move
+from lightning_lowrank.federated.execution.mapped_leaks import WATCHED_STEPS
 from lightning_lowrank.federated.privacy import Mechanism
 from lightning_lowrank.federated.privacy.noise import gaussian
 from lightning_lowrank.federated.privacy.samples import SampleGradients
@@ -216,6 +218,49 @@ def test_collections_of_all_samples_are_refused_if_a_step_reads_them(collection,
         SampleGradients(module, reading).clipped(names, batch, 3, 1.0)
     found = SampleGradients(module, lambda batch: module.loss(batch["pair"])).clipped(names, batch, 3, 1.0)
     assert_same(found[1], SampleGradients(module, module.loss).clipped(names, batch["pair"], 3, 1.0)[1])
+
+
+def nll(weight=None, reduction="mean"):
+    return lambda outputs, targets: F.nll_loss(outputs.log_softmax(1), targets, weight, reduction=reduction)
+
+
+RISING = torch.tensor([1.0, 2.0, 3.0, 4.0])
+
+
+@pytest.mark.parametrize("make", [nn.CrossEntropyLoss, nll])
+@pytest.mark.filterwarnings("error:.*cannot be mapped over samples")
+def test_class_weights_that_a_mean_divides_by_are_refused(make):
+    module, targets = Module(linear()), torch.tensor([0, 1, 2])
+    losses = {"now": make()}
+    gradients = SampleGradients(module, lambda batch: losses["now"](module.net(batch[0]), batch[1]).mean())
+    clipped = partial(gradients.clipped, ["net.weight", "net.bias"], (draw(3, 6), targets), 3, 100.0)
+    unweighted = clipped()[1]
+    for _ in range(WATCHED_STEPS):
+        clipped()
+    # Weights may begin in a later epoch, before which a hook has steps looked at again.
+    gradients.look_again()
+    losses["now"] = make(weight=RISING)
+    with pytest.raises(MisconfigurationException, match=r"weight=.*reduction='mean'"):
+        clipped()
+    losses["now"] = make(weight=torch.full((4,), 2.0))
+    assert_same(clipped()[1], unweighted)
+    gradients.look_again()
+    losses["now"] = make(weight=RISING, reduction="none")
+    assert not torch.allclose(clipped()[1]["net.bias"], unweighted["net.bias"], atol=0.01)
+
+
+@pytest.mark.parametrize("targets", [torch.eye(4)[:3], torch.arange(6).view(3, 2) % 4])
+def test_class_weights_of_several_classes_in_a_sample_are_not_refused(targets):
+    module, inputs = Module(linear()), draw(3, 2, 6)
+    loss = nn.CrossEntropyLoss(weight=RISING)
+
+    def step(batch):
+        outputs = module.net(batch[0])
+        return loss(outputs[:, 0] if targets.is_floating_point() else outputs.mT, batch[1])
+
+    expected = sum(step((inputs[row : row + 1], targets[row : row + 1])).item() for row in range(3)) / 3
+    found = SampleGradients(module, step).clipped(["net.weight"], (inputs, targets), 3, 1.0)[0]
+    assert found.item() == pytest.approx(expected, rel=1e-5)
 
 
 def test_complex_numbers_get_no_noise():

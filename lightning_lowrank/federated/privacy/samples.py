@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import lightning.pytorch as pl
@@ -13,6 +15,8 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor, nn
 from torch.func import functional_call, grad, vmap
+from torch.nn import functional as F
+from torch.overrides import TorchFunctionMode
 from torchmetrics import Metric
 
 from lightning_lowrank.arguments import join_names
@@ -77,6 +81,29 @@ class _Step(nn.Module):
         return self.step(*arguments)
 
 
+_WEIGHTED = [getattr(F, name) for name in ("cross_entropy", "nll_loss", "linear_cross_entropy") if hasattr(F, name)]
+
+
+class _NoClassWeights(TorchFunctionMode):
+    """Refuses a mean over one target with class weights, which divides by the weight of the target's class."""
+
+    def __torch_function__(
+        self, function: Any, types: Any, arguments: tuple[Any, ...] = (), keywords: dict[str, Any] | None = None
+    ) -> Any:
+        keywords = keywords or {}
+        if function in _WEIGHTED:
+            given = inspect.signature(function).bind(*arguments, **keywords).arguments
+            weight, target, reduction = given.get("weight"), given["target"], given.get("reduction", "mean")
+            one = target.numel() == 1 and not target.is_floating_point()
+            if weight is not None and reduction == "mean" and one and bool((weight != weight[0]).any()):
+                raise MisconfigurationException(
+                    f"DifferentialPrivacy calls training_step for single samples, and {function.__name__}(weight=...,"
+                    " reduction='mean') divides a sample's loss by the weight of its class, which then has no effect:"
+                    " use reduction='none', and the loss's .mean()."
+                )
+        return function(*arguments, **keywords)
+
+
 class SampleGradients:
     """Computes sums of clipped per-sample gradients.
 
@@ -103,6 +130,7 @@ class SampleGradients:
         self._further = further
         self._mapped, self._warned = True, False
         self._mapped_steps = 0
+        self._watched = False
         self._mapped_tensors = MappedTensors(module)
         self._left = LeftTensors(module, _refuse_reading)
 
@@ -122,8 +150,8 @@ class SampleGradients:
 
         Raises:
             MisconfigurationException: If the batch holds a tensor of something else than its samples, or the step
-                reads a collection in it that holds no tensors, changes a buffer or a metric, gives no loss, logs
-                anything but means, or is called several times and changes a parameter.
+                reads a collection in it that holds no tensors, changes a buffer or a metric, gives no loss or a mean
+                weighted by class, logs anything but means, or is called several times and changes a parameter.
         """
         tensors = tensors_in(batch)
         wrong = [tuple(tensor.shape) for tensor in tensors if not tensor.ndim or len(tensor) != size]
@@ -193,8 +221,11 @@ class SampleGradients:
             given = iter(sample)
             one = apply_to_collection(batch, Tensor, lambda _: next(given).unsqueeze(0))
             named = {place: values[name] for place, name in places.items()}
-            with without_value_checks(), captured_logs(self._module, settings, _refuse_metric) as logged:
+            # A mode makes small steps several times as slow.
+            watch = nullcontext() if self._watched else _NoClassWeights()
+            with without_value_checks(), captured_logs(self._module, settings, _refuse_metric) as logged, watch:
                 loss = loss_of(functional_call(self._call, named, (one, *arguments), tie_weights=False))
+            self._watched = True
             if not isinstance(loss, Tensor):
                 raise MisconfigurationException(
                     f"DifferentialPrivacy: training_step gave {loss!r} in place of a loss, and a step cannot be"
@@ -253,8 +284,9 @@ class SampleGradients:
             self._left.replace()
 
     def look_again(self) -> None:
-        """Replace also the tensors that a later step than the watched ones was the first to leave."""
+        """Replace also the tensors that a later step was the first to leave, and have the next step's loss checked."""
         self._left.find_and_replace()
+        self._watched = False
 
     def _values(self) -> tuple[ChangedTensors, dict[str, Any]]:
         """The parameters, and the numbers in attributes until the user was warned of one that changes."""
