@@ -111,6 +111,10 @@ NETWORKS = {
     "scalar and empty parameters": (Scaled, partial(draw, 5, 6)),
     "convolution": (convolutional, IMAGES),
     "attention": (Attending, lambda: torch.arange(15).view(5, 3) % 7),
+    "sparse": (
+        lambda: nn.Sequential(nn.Embedding(7, 8, sparse=True), nn.Flatten(), nn.Linear(24, 4)),
+        lambda: torch.arange(15).view(5, 3) % 7,
+    ),
     "recurrent": (Recurrent, partial(draw, 5, 4, 3)),
     "tied": (lambda: nn.Sequential(*[nn.Linear(6, 6)] * 2, nn.Linear(6, 4)), partial(draw, 5, 6)),
     "matrix product": (lambda: lowered(MatrixProduct(), network()), partial(draw, 5, 6)),
@@ -135,7 +139,7 @@ def test_clipped_gradients_are_those_of_one_sample_after_another(name, at_once):
         module.zero_grad()
         loss = module.loss([part[row : row + 1] for part in batch])
         loss.backward()
-        rows.append((loss.item(), {each: module.get_parameter(each).grad.clone() for each in names}))
+        rows.append((loss.item(), {each: module.get_parameter(each).grad.to_dense().clone() for each in names}))
     norms = [torch.cat([value.flatten() for value in of_row.values()]).norm().item() for _, of_row in rows]
     # It binds for some of the samples.
     clip, losses = sorted(norms)[2], [loss for loss, _ in rows]

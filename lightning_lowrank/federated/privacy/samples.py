@@ -260,7 +260,8 @@ class SampleGradients:
             with torch.enable_grad():
                 values = {name: value.detach().requires_grad_() for name, value in parameters.items()}
                 loss, logged_values = of_one(values, sample)
-                gradients = torch.autograd.grad(loss, list(values.values()), materialize_grads=True)
+                found = torch.autograd.grad(loss, list(values.values()), materialize_grads=True)
+                gradients = [each.to_dense() for each in found]
             # An assignment to a parameter's data reaches the copy alone.
             elsewhere = (name for name, value in values.items() if value.data_ptr() != parameters[name].data_ptr())
             # nn.LSTM.flatten_parameters() puts equal numbers into other memory.
