@@ -15,7 +15,7 @@ from lightning.pytorch.callbacks import Callback, GradientAccumulationScheduler
 from lightning.pytorch.utilities import rank_zero_info
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
-from lightning_lowrank.arguments import Configured
+from lightning_lowrank.arguments import Configured, join_names
 from lightning_lowrank.configuration import check_integer, check_number
 from lightning_lowrank.federated.checks import check_factors_move, refuse_batch_norm
 from lightning_lowrank.federated.data.loader_checks import check_loader
@@ -63,8 +63,11 @@ class DifferentialPrivacy(NeedsPoissonBatches, Configured, Callback):
 
     The module's own ``training_step`` is called with batches of one sample, mapped over the batch by `torch.func.vmap`,
     or one after another if it cannot be mapped. So a sample's loss must not depend on the other samples; a mean over
-    the batch is fine. The gradient of the whole loss is clipped, including a method's own terms (``Algorithm.loss``).
-    Logged figures are not protected, nor is other code that reads samples: see ``docs/privacy.md``.
+    the batch is fine. A mean that divides by class weights or by a number of targets divides by those of the sample
+    alone: ``nn.CrossEntropyLoss(weight=...)`` with one target a sample loses its weights, and is refused; with
+    ``ignore_index`` each sample counts alike, whatever its number of targets. The gradient of the whole loss is
+    clipped, including a method's own terms (``Algorithm.loss``). Logged figures are not protected, nor is other code
+    that reads samples: see ``docs/privacy.md``.
 
     Without `FederatedLoop` the training loader is replaced by one of Poisson-sampled batches. With it (put this
     callback after it), each client protects its samples against everybody else, the server included. Then each client
@@ -99,8 +102,9 @@ class DifferentialPrivacy(NeedsPoissonBatches, Configured, Callback):
         MisconfigurationException: If an argument is out of range. When a fit begins, if the training cannot be
             private: BatchNorm, manual optimization, ``precision="16-mixed"``, accumulated or repeated batches, several
             processes or reloaded loaders without a federation, methods and optimizers that take several gradients of a
-            batch, factors of which none can move. In a step, if the training step or a hook that is given the batch
-            changes the model itself.
+            batch, complex parameters, factors of which none can move. In a step, if the training step or a hook that is
+            given the batch changes the model itself, or the step reads a list or an array in the batch or weights a
+            mean by class.
 
     Example:
         >>> import lightning as L
@@ -254,7 +258,14 @@ class DifferentialPrivacy(NeedsPoissonBatches, Configured, Callback):
         if self._noise is None:
             self._noise = self._noise_of_run(trainer)
         first = self._loop.server.round if self._loop is not None else 0
-        check_factors_move(pl_module, self._names(pl_module, first), "DifferentialPrivacy")
+        names = self._names(pl_module, first)
+        check_factors_move(pl_module, names, "DifferentialPrivacy")
+        imaginary = [name for name in names if pl_module.get_parameter(name).is_complex()]
+        if imaginary:
+            raise MisconfigurationException(
+                f"{join_names(imaginary)}: DifferentialPrivacy adds noise to real numbers, and complex parameters have"
+                " imaginary parts; keep them as torch.view_as_real."
+            )
         own = step = pl_module.training_step
         if self._loop is not None:
             # The terms that the method adds to the loss read samples as well, so they are clipped too.

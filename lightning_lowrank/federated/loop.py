@@ -282,6 +282,9 @@ class FederatedLoop(FederatedSettings, Callback):
             self._forget()
             self.renew_seed()
         self._processes = processes
+        if processes is not None and self.privacy is not None:
+            # All processes plan the same rounds.
+            self.privacy.secret = processes.gather(self.privacy.secret)[0]
         limit = trainer.limit_train_batches
         if self._data is None:
             self._data = RoundData(self, self._progress, self._on_divided)

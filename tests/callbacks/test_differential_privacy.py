@@ -6,12 +6,14 @@ import warnings
 from functools import partial
 
 import lightning.pytorch as pl
+import numpy as np
 import pytest
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from scipy import stats
 from torch import nn
+from torch.nn import functional as F
 from torch.utils.data import DataLoader, WeightedRandomSampler
 from torchmetrics.classification import MulticlassAccuracy
 
@@ -41,7 +43,9 @@ from lightning_lowrank import (
     convert,
 )
 from lightning_lowrank.federated.checks import check_factors_move
+from lightning_lowrank.federated.execution.mapped_leaks import WATCHED_STEPS
 from lightning_lowrank.federated.privacy import Mechanism
+from lightning_lowrank.federated.privacy.noise import gaussian
 from lightning_lowrank.federated.privacy.samples import SampleGradients
 from lightning_lowrank.seeding import generator
 from tests.helpers import Data, Module, assert_same, blobs, draw, fit, network, trainer, weights
@@ -107,6 +111,10 @@ NETWORKS = {
     "scalar and empty parameters": (Scaled, partial(draw, 5, 6)),
     "convolution": (convolutional, IMAGES),
     "attention": (Attending, lambda: torch.arange(15).view(5, 3) % 7),
+    "sparse": (
+        lambda: nn.Sequential(nn.Embedding(7, 8, sparse=True), nn.Flatten(), nn.Linear(24, 4)),
+        lambda: torch.arange(15).view(5, 3) % 7,
+    ),
     "recurrent": (Recurrent, partial(draw, 5, 4, 3)),
     "tied": (lambda: nn.Sequential(*[nn.Linear(6, 6)] * 2, nn.Linear(6, 4)), partial(draw, 5, 6)),
     "matrix product": (lambda: lowered(MatrixProduct(), network()), partial(draw, 5, 6)),
@@ -131,7 +139,7 @@ def test_clipped_gradients_are_those_of_one_sample_after_another(name, at_once):
         module.zero_grad()
         loss = module.loss([part[row : row + 1] for part in batch])
         loss.backward()
-        rows.append((loss.item(), {each: module.get_parameter(each).grad.clone() for each in names}))
+        rows.append((loss.item(), {each: module.get_parameter(each).grad.to_dense().clone() for each in names}))
     norms = [torch.cat([value.flatten() for value in of_row.values()]).norm().item() for _, of_row in rows]
     # It binds for some of the samples.
     clip, losses = sorted(norms)[2], [loss for loss, _ in rows]
@@ -196,6 +204,72 @@ def test_batches_that_cannot_be_taken_apart():
     gradients = SampleGradients(module, module.training_step)
     with pytest.raises(MisconfigurationException, match=r"DifferentialPrivacy.*2"):
         gradients.clipped(["net.weight"], (torch.zeros(2, 6), torch.tensor(0.0)), 2, 1.0, (0,))
+
+
+@pytest.mark.parametrize(
+    ("collection", "read"),
+    [(list, torch.as_tensor), (list, lambda entry: torch.stack([entry])), (tuple, len), (np.array, np.sum), (set, sum)],
+)
+def test_collections_of_all_samples_are_refused_if_a_step_reads_them(collection, read):
+    module, names = Module(linear()), ["net.weight", "net.bias"]
+    batch = {"pair": [draw(3, 6), torch.tensor([0, 1, 2])], "names": (torch.ones(3), collection([1.0, 2.0, 3.0]))}
+
+    def reading(batch):
+        read(batch["names"][1])
+        return module.loss(batch["pair"])
+
+    with pytest.raises(MisconfigurationException, match=r"reads batch\['names'\]\[1\]"):
+        SampleGradients(module, reading).clipped(names, batch, 3, 1.0)
+    found = SampleGradients(module, lambda batch: module.loss(batch["pair"])).clipped(names, batch, 3, 1.0)
+    assert_same(found[1], SampleGradients(module, module.loss).clipped(names, batch["pair"], 3, 1.0)[1])
+
+
+def nll(weight=None, reduction="mean"):
+    return lambda outputs, targets: F.nll_loss(outputs.log_softmax(1), targets, weight, reduction=reduction)
+
+
+RISING = torch.tensor([1.0, 2.0, 3.0, 4.0])
+
+
+@pytest.mark.parametrize("make", [nn.CrossEntropyLoss, nll])
+@pytest.mark.filterwarnings("error:.*cannot be mapped over samples")
+def test_class_weights_that_a_mean_divides_by_are_refused(make):
+    module, targets = Module(linear()), torch.tensor([0, 1, 2])
+    losses = {"now": make()}
+    gradients = SampleGradients(module, lambda batch: losses["now"](module.net(batch[0]), batch[1]).mean())
+    clipped = partial(gradients.clipped, ["net.weight", "net.bias"], (draw(3, 6), targets), 3, 100.0)
+    unweighted = clipped()[1]
+    for _ in range(WATCHED_STEPS):
+        clipped()
+    # Weights may begin in a later epoch, before which a hook has steps looked at again.
+    gradients.look_again()
+    losses["now"] = make(weight=RISING)
+    with pytest.raises(MisconfigurationException, match=r"weight=.*reduction='mean'"):
+        clipped()
+    losses["now"] = make(weight=torch.full((4,), 2.0))
+    assert_same(clipped()[1], unweighted)
+    gradients.look_again()
+    losses["now"] = make(weight=RISING, reduction="none")
+    assert not torch.allclose(clipped()[1]["net.bias"], unweighted["net.bias"], atol=0.01)
+
+
+@pytest.mark.parametrize("targets", [torch.eye(4)[:3], torch.arange(6).view(3, 2) % 4])
+def test_class_weights_of_several_classes_in_a_sample_are_not_refused(targets):
+    module, inputs = Module(linear()), draw(3, 2, 6)
+    loss = nn.CrossEntropyLoss(weight=RISING)
+
+    def step(batch):
+        outputs = module.net(batch[0])
+        return loss(outputs[:, 0] if targets.is_floating_point() else outputs.mT, batch[1])
+
+    expected = sum(step((inputs[row : row + 1], targets[row : row + 1])).item() for row in range(3)) / 3
+    found = SampleGradients(module, step).clipped(["net.weight"], (inputs, targets), 3, 1.0)[0]
+    assert found.item() == pytest.approx(expected, rel=1e-5)
+
+
+def test_complex_numbers_get_no_noise():
+    with pytest.raises(TypeError, match=r"'w'.*complex64.*torch\.view_as_real"):
+        gaussian({"w": torch.zeros(2, dtype=torch.complex64)}, 1.0, 0, "noise")
 
 
 # A fit
@@ -639,6 +713,12 @@ class Running(Module):
         return self.loss(batch)
 
 
+class Spectral(Module):
+    def __init__(self):
+        super().__init__(linear(), SGD)
+        self.spectrum = nn.Parameter(torch.ones(3, dtype=torch.complex64))
+
+
 class Manual(Module):
     def __init__(self):
         super().__init__(linear(), SGD)
@@ -666,6 +746,7 @@ class SamplerData(Data):
         (partial(Measured, True), r"MulticlassAccuracy.*'acc'"),
         (partial(Measured, False), "training_step"),
         (Running, "training_step"),
+        (Spectral, r"spectrum: .*torch\.view_as_real"),
     ],
 )
 @pytest.mark.filterwarnings("ignore:.*cannot be mapped over samples")

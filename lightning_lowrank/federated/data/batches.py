@@ -310,13 +310,16 @@ class OfEachClient:
     def __init__(self, name: str, values: Sequence[Any]) -> None:
         self.name, self.values = name, tuple(values)
 
+    def _error(self) -> Exception:
+        return DiffersBetweenClients(f"it reads {self.name}, which is no tensor and differs between the clients")
+
     def _refuse(self, *arguments: Any, **keywords: Any) -> Any:
-        raise DiffersBetweenClients(f"it reads {self.name}, which is no tensor and differs between the clients")
+        raise self._error()
 
     __eq__ = __ne__ = __lt__ = __le__ = __gt__ = __ge__ = __hash__ = __bool__ = __str__ = __format__ = _refuse
     __len__ = __iter__ = __contains__ = __getitem__ = __int__ = __float__ = __index__ = __call__ = _refuse
     __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = __truediv__ = __rtruediv__ = _refuse
-    __mod__ = __rmod__ = __pow__ = __rpow__ = __floordiv__ = __rfloordiv__ = __neg__ = _refuse
+    __mod__ = __rmod__ = __pow__ = __rpow__ = __floordiv__ = __rfloordiv__ = __neg__ = __array__ = _refuse
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
@@ -326,8 +329,9 @@ class OfEachClient:
     @classmethod
     def __torch_function__(cls, function: Any, types: Any, arguments: Any = (), keywords: Any = None) -> Any:
         """Refuse torch's operations on this entry."""
-        given = [*arguments, *(keywords or {}).values()]
-        next(each for each in given if isinstance(each, cls))._refuse()
+        given: list[OfEachClient] = []
+        apply_to_collection([*arguments, *(keywords or {}).values()], cls, given.append)
+        given[0]._refuse()
 
 
 def batch_of(stacked: Any, place: int) -> Any:

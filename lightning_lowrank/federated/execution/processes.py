@@ -365,6 +365,12 @@ class SharedCoordinator(Coordinator):
         self._strategy = strategy
         self._trainer = trainer
         self._arrivals: list[Arrival] = []
+        if self.private is not None:
+            self.private.share_noise = self._of_first_process
+
+    def _of_first_process(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+        values = list(tensors.values())
+        return dict(zip(tensors, self._strategy.send(values, _layout_of(values), 0), strict=True))
 
     @override
     def begin_round(self, plan: RoundPlan, live: Mapping[str, Tensor], idle: int) -> None:

@@ -61,8 +61,9 @@ class ClientPrivacy(Configured):
         accountant: dp-accounting's ``"rdp"`` (default, fast) or ``"pld"``, which finds a smaller ε in about a second
             each; for Poisson sampling.
         secure: Draw noise from the operating system's entropy, and cohorts from a secret seed, which checkpoints hold.
-            By default both come from the run's named generators, which repeat them, and which are not cryptographic:
-            whoever knows the seed can take the noise away. Real sites know it, and need ``secure=True``.
+            The first of several processes (``strategy="client_parallel"``) draws both for all of them. By default both
+            come from the run's named generators, which repeat them, and which are not cryptographic: whoever knows the
+            seed can take the noise away. Real sites know it, and need ``secure=True``.
 
     Raises:
         MisconfigurationException: If an argument is out of range, or they do not go together.

@@ -83,6 +83,8 @@ class PrivateMean(RoundStage):
         self.released = 0
         """Number of rounds whose mean has been released."""
         self.clip = float(privacy.clip)
+        self.share_noise: Callable[[dict[str, Tensor]], dict[str, Tensor]] = lambda drawn: drawn
+        """Returns the noise that all processes add, given that which this one drew; called if ``secure``."""
         noise = privacy.noise_multiplier
         self._mechanism = Mechanism(noise or 1.0, drawing.clients_per_round, drawing.population, privacy.sampling)
         if noise is None:
@@ -277,8 +279,7 @@ class PrivateMean(RoundStage):
         sums = self._sums or {name: torch.zeros_like(_wide(value)) for name, value in floating.items()}
         if privacy.noise_at == "server":
             std = self.noise_of_updates * self.clip
-            noise = gaussian(sums, std, self._seed, "privacy noise", round_number, secure=privacy.secure)
-            sums = _plus(sums, noise)
+            sums = _plus(sums, self._noise_like(sums, std, "privacy noise", round_number))
         found = {}
         for name, value in form.items():
             if name not in sums:
@@ -291,13 +292,17 @@ class PrivateMean(RoundStage):
         self._forget()
         return found
 
+    def _noise_like(self, like: Mapping[str, Tensor], std: float, purpose: str, round_number: int) -> dict[str, Tensor]:
+        secure = self.privacy.secure
+        noise = gaussian(like, std, self._seed, purpose, round_number, secure=secure)
+        return self.share_noise(noise) if secure else noise
+
     def _follow_quantile(self, round_number: int) -> None:
         privacy = self.privacy
         if privacy.quantile is None:
             return
         zero = {"count": torch.zeros((), dtype=torch.float64)}
-        parts = (self._seed, "privacy count", round_number)
-        noise = gaussian(zero, self._count_noise, *parts, secure=privacy.secure)["count"].item()
+        noise = self._noise_like(zero, self._count_noise, "privacy count", round_number)["count"].item()
         share = (self._unclipped + noise) / self._mechanism.sampled + 0.5
         self.clip *= math.exp(-privacy.clip_lr * (share - privacy.quantile))
 
@@ -308,6 +313,7 @@ class PrivateMean(RoundStage):
             "clip": self.clip,
             "noise_multiplier": self.noise_multiplier,
             "drawn": [self._mechanism.sampled, self._mechanism.population],
+            "sampling": self._mechanism.sampling,
             "secret": self.privacy.secret,
             "sums": dict(self._sums),
             "unclipped": self._unclipped,
@@ -318,18 +324,21 @@ class PrivateMean(RoundStage):
         """Restore the result of `state_dict`, with the noise multiplier of the run's first rounds.
 
         Raises:
-            MisconfigurationException: If later rounds would have another noise or chance than those that are counted.
+            MisconfigurationException: If later rounds would have another noise, chance or sampling than those that are
+                counted.
         """
         given, noise = self.privacy.noise_multiplier, state["noise_multiplier"]
-        drawn = [self._mechanism.sampled, self._mechanism.population]
-        if given not in (None, noise) or drawn != state["drawn"]:
+        drawn, sampling = [self._mechanism.sampled, self._mechanism.population], self._mechanism.sampling
+        if given not in (None, noise) or drawn != state["drawn"] or sampling != state["sampling"]:
             raise MisconfigurationException(
                 f"the rounds so far drew {state['drawn'][0]} of {state['drawn'][1]} clients with"
-                f" noise_multiplier={noise:g}, and later ones would draw {drawn[0]} of {drawn[1]} with"
-                f" {given or noise:g}: ε counts equal rounds, so continue with the same values."
+                f" sampling={state['sampling']!r} and noise_multiplier={noise:g}, and later ones would draw {drawn[0]}"
+                f" of {drawn[1]} with {sampling!r} and {given or noise:g}: ε counts equal rounds, so continue with the"
+                " same values."
             )
         self.released, self.clip = state["released"], state["clip"]
-        self.privacy.secret = state["secret"]
+        if self.privacy.secure and state["secret"] is not None:
+            self.privacy.secret = state["secret"]
         self._mechanism = dataclasses.replace(self._mechanism, noise_multiplier=state["noise_multiplier"])
         self._sums, self._unclipped = dict(state["sums"]), state["unclipped"]
 

@@ -24,6 +24,9 @@ def gaussian(like: Mapping[str, Tensor], std: float, *parts: int | str, secure: 
         *parts: The purpose of the noise, as for `generator`: the same parts give the same noise.
         secure: Draw from the operating system's entropy instead, where nothing gives the same noise again.
 
+    Raises:
+        TypeError: If one of them is complex.
+
     Example:
         >>> first, again = (gaussian({"w": torch.zeros(3)}, 2.0, 0, "noise")["w"] for _ in range(2))
         >>> torch.equal(first, again)
@@ -32,6 +35,8 @@ def gaussian(like: Mapping[str, Tensor], std: float, *parts: int | str, secure: 
     draws = None if secure else generator(*parts)
     found = {}
     for name, value in like.items():
+        if value.is_complex():
+            raise TypeError(f"noise must be of real numbers, but {name!r} is of {value.dtype}; use torch.view_as_real.")
         if draws is None:
             noise = _from_system_entropy(value.numel()).view(value.shape)
         else:

@@ -2,19 +2,25 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import lightning.pytorch as pl
+import numpy as np
 import torch
 from lightning.pytorch.utilities import rank_zero_warn
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor, nn
 from torch.func import functional_call, grad, vmap
+from torch.nn import functional as F
+from torch.overrides import TorchFunctionMode
 from torchmetrics import Metric
 
 from lightning_lowrank.arguments import join_names
+from lightning_lowrank.federated.data.batches import OfEachClient
 from lightning_lowrank.federated.execution.compiled import tensors_in
 from lightning_lowrank.federated.execution.mapped_leaks import (
     WATCHED_STEPS,
@@ -31,6 +37,36 @@ from lightning_lowrank.internals.torch import as_rows, no_assignments_to_data, p
 from lightning_lowrank.internals.transformers import without_value_checks
 
 Logged = dict[str, Tensor]
+_COLLECTIONS = (list, tuple, set, frozenset, np.ndarray)
+
+
+class CannotSplit(MisconfigurationException, AttributeError):
+    """Raised if a training step reads an entry of the batch that is not split into samples."""
+
+
+class _OfSamples(OfEachClient):
+    """A collection in a batch that holds no tensors. It is not split into samples, so that all use of it is refused."""
+
+    def _error(self) -> Exception:
+        return CannotSplit(
+            f"DifferentialPrivacy splits the tensors of a batch into samples, and training_step reads {self.name} of"
+            f" type {type(self.values[0]).__name__}, which holds no tensors: have the collate function make a tensor"
+            " of it, or keep what is the same for all samples in the module."
+        )
+
+
+def _only_tensors(entry: Any, name: str = "batch") -> Any:
+    """A batch whose collections without tensors are replaced by placeholders."""
+    if type(entry) is dict:
+        return {key: _only_tensors(value, f"{name}[{key!r}]") for key, value in entry.items()}
+    if not isinstance(entry, _COLLECTIONS):
+        return apply_to_collection(entry, _COLLECTIONS, _only_tensors, name)
+    if isinstance(entry, np.ndarray) and not entry.ndim:
+        return entry
+    if not tensors_in(entry):
+        return _OfSamples(name, [entry])
+    parts = [_only_tensors(value, f"{name}[{place}]") for place, value in enumerate(entry)]
+    return type(entry)(*parts) if hasattr(entry, "_fields") else type(entry)(parts)
 
 
 class _Step(nn.Module):
@@ -43,6 +79,29 @@ class _Step(nn.Module):
 
     def forward(self, *arguments: Any) -> Any:
         return self.step(*arguments)
+
+
+_WEIGHTED = [getattr(F, name) for name in ("cross_entropy", "nll_loss", "linear_cross_entropy") if hasattr(F, name)]
+
+
+class _NoClassWeights(TorchFunctionMode):
+    """Refuses a mean over one target with class weights, which divides by the weight of the target's class."""
+
+    def __torch_function__(
+        self, function: Any, types: Any, arguments: tuple[Any, ...] = (), keywords: dict[str, Any] | None = None
+    ) -> Any:
+        keywords = keywords or {}
+        if function in _WEIGHTED:
+            given = inspect.signature(function).bind(*arguments, **keywords).arguments
+            weight, target, reduction = given.get("weight"), given["target"], given.get("reduction", "mean")
+            one = target.numel() == 1 and not target.is_floating_point()
+            if weight is not None and reduction == "mean" and one and bool((weight != weight[0]).any()):
+                raise MisconfigurationException(
+                    f"DifferentialPrivacy calls training_step for single samples, and {function.__name__}(weight=...,"
+                    " reduction='mean') divides a sample's loss by the weight of its class, which then has no effect:"
+                    " use reduction='none', and the loss's .mean()."
+                )
+        return function(*arguments, **keywords)
 
 
 class SampleGradients:
@@ -71,6 +130,7 @@ class SampleGradients:
         self._further = further
         self._mapped, self._warned = True, False
         self._mapped_steps = 0
+        self._watched = False
         self._mapped_tensors = MappedTensors(module)
         self._left = LeftTensors(module, _refuse_reading)
 
@@ -90,8 +150,8 @@ class SampleGradients:
 
         Raises:
             MisconfigurationException: If the batch holds a tensor of something else than its samples, or the step
-                changes a buffer or a metric, gives no loss, logs anything but means, or is called several times and
-                changes a parameter.
+                reads a collection in it that holds no tensors, changes a buffer or a metric, gives no loss or a mean
+                weighted by class, logs anything but means, or is called several times and changes a parameter.
         """
         tensors = tensors_in(batch)
         wrong = [tuple(tensor.shape) for tensor in tensors if not tensor.ndim or len(tensor) != size]
@@ -101,6 +161,7 @@ class SampleGradients:
                 f" every tensor in it; got {f'one of shape {wrong[0]}' if wrong else type(batch).__name__}: have the"
                 " collate function stack samples in a first dimension."
             )
+        batch = _only_tensors(batch)
         all_parameters = dict(self._module.named_parameters())
         parameters = {name: all_parameters[name].detach() for name in names}
         # In 16 bits, rounding would move a sum by more than one sample's clipped gradient.
@@ -160,8 +221,11 @@ class SampleGradients:
             given = iter(sample)
             one = apply_to_collection(batch, Tensor, lambda _: next(given).unsqueeze(0))
             named = {place: values[name] for place, name in places.items()}
-            with without_value_checks(), captured_logs(self._module, settings, _refuse_metric) as logged:
+            # A mode makes small steps several times as slow.
+            watch = nullcontext() if self._watched else _NoClassWeights()
+            with without_value_checks(), captured_logs(self._module, settings, _refuse_metric) as logged, watch:
                 loss = loss_of(functional_call(self._call, named, (one, *arguments), tie_weights=False))
+            self._watched = True
             if not isinstance(loss, Tensor):
                 raise MisconfigurationException(
                     f"DifferentialPrivacy: training_step gave {loss!r} in place of a loss, and a step cannot be"
@@ -196,7 +260,8 @@ class SampleGradients:
             with torch.enable_grad():
                 values = {name: value.detach().requires_grad_() for name, value in parameters.items()}
                 loss, logged_values = of_one(values, sample)
-                gradients = torch.autograd.grad(loss, list(values.values()), materialize_grads=True)
+                found = torch.autograd.grad(loss, list(values.values()), materialize_grads=True)
+                gradients = [each.to_dense() for each in found]
             # An assignment to a parameter's data reaches the copy alone.
             elsewhere = (name for name, value in values.items() if value.data_ptr() != parameters[name].data_ptr())
             # nn.LSTM.flatten_parameters() puts equal numbers into other memory.
@@ -220,8 +285,9 @@ class SampleGradients:
             self._left.replace()
 
     def look_again(self) -> None:
-        """Replace also the tensors that a later step than the watched ones was the first to leave."""
+        """Replace also the tensors that a later step was the first to leave, and have the next step's loss checked."""
         self._left.find_and_replace()
+        self._watched = False
 
     def _values(self) -> tuple[ChangedTensors, dict[str, Any]]:
         """The parameters, and the numbers in attributes until the user was warned of one that changes."""

@@ -272,6 +272,11 @@ RUNS: dict[str, Callable[[], dict[str, Any]]] = {
         "weighting": "uniform",
         "clients_per_round": 2,
     },
+    "secret clients": lambda: {
+        "privacy": ClientPrivacy(noise_multiplier=1.0, quantile=0.5, secure=True),
+        "weighting": "uniform",
+        "clients_per_round": 2,
+    },
     "private samples": lambda: {"callbacks_after": [DifferentialPrivacy(noise_multiplier=1.0)]},
     "inside": lambda: {"trainer": {"val_check_interval": 0.5, "limit_train_batches": 6}, "save": False},
     "failing": lambda: {"module": Failing(), "on_client_error": "raise", "save": False},

@@ -147,7 +147,7 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
             names = (*QUICK, "inside")
             torch.save({name: run(name, 1, folder / "alone" / name) for name in names}, folder / "alone.pt")
             resumed = [f"{name}@{checkpoint(folder / 'alone', name, 0, when)}" for name, when in RESUMED]
-            launch(folder / "two", 2, *QUICK, *resumed, "inside", "stopped")
+            launch(folder / "two", 2, *QUICK, *resumed, "inside", "stopped", "secret clients")
             (folder / "whole").touch()
     return folder
 
@@ -208,6 +208,15 @@ def test_metrics_are_those_of_all_clients_and_of_each_sample_once(two):
             assert logged["once"] == 1
             assert logged["samples"] == logged["federated/samples"], number
         assert result["tested"][0].keys() == {"test_loss"}
+
+
+@pytest.mark.slow
+def test_processes_draw_the_same_clients_and_noise_in_secret(two):
+    first, second = found(two, "secret clients", 2)
+    assert first["state"]["server"]["stages"]["privacy"]["secret"] is not None
+    for name in ("weights", "logged"):
+        assert not differences(first[name], second[name], 0.0), name
+    assert not differences(state(first), state(second), 0.0)
 
 
 @pytest.mark.parametrize("name", ["fedavg", "metrics"])

@@ -420,6 +420,19 @@ def test_other_rounds_are_not_counted_as_equal_ones(changed):
         mean_of({}, **changed).load_state_dict(mean_of({}).state_dict())
     with pytest.raises(MisconfigurationException, match=r"noise_multiplier=2.*4.*8"):
         mean_of({"noise_multiplier": 3.0}).load_state_dict(mean_of({}).state_dict())
+    with pytest.raises(MisconfigurationException, match=r"sampling='poisson'.*'fixed'"):
+        mean_of({"sampling": "fixed"}).load_state_dict(mean_of({}).state_dict())
+
+
+def test_a_checkpoints_secret_is_that_of_secure_runs_alone():
+    plain, first, later = mean_of({}), mean_of({"secure": True}), mean_of({"secure": True})
+    own = later.privacy.secret
+    later.load_state_dict(plain.state_dict())
+    assert later.privacy.secret == own
+    later.load_state_dict(first.state_dict())
+    plain.load_state_dict(first.state_dict())
+    assert later.privacy.secret == first.privacy.secret != own
+    assert plain.privacy.secret is None
 
 
 @pytest.mark.slow
