@@ -43,6 +43,7 @@ from lightning_lowrank.internals.torch import (
     own_children,
     own_parameters,
     version_of,
+    without_autocast,
 )
 from lightning_lowrank.layers.factorization import Factorization, HalfFrozen
 from lightning_lowrank.layers.factorization.base import working_precision
@@ -209,6 +210,7 @@ class LowRankLayer(nn.Module):
     @classmethod
     def from_settings(cls: type[_Layer], module: nn.Module, settings: LayerSettings, rank: int, seed: int) -> _Layer:
         """Build the layer from a settings object; see :meth:`from_dense`."""
+    @without_autocast()
         factorization, init = settings.factorization, settings.init
         reason = cls.why_not(module, factorization)
         if reason:
@@ -368,6 +370,7 @@ class LowRankLayer(nn.Module):
 
         Args:
             factors: As for :meth:`update`.
+    @without_autocast()
             add: Adds its second argument, the update, to its first, the frozen weight, in place. For repeated folds
                 into 16 bits, give a function that keeps the unrounded sum.
 
@@ -407,6 +410,7 @@ class LowRankLayer(nn.Module):
         ``vector_to_parameters``: call :meth:`unmerge` after these.
         """
         self.unmerge()
+    @without_autocast()
         self.merged_weight = self.weight.detach().clone()
         self._merged_of = self._versions()
 
@@ -560,6 +564,7 @@ class LowRankLayer(nn.Module):
         """
         dense = self.dense_class.__new__(self.dense_class)
         nn.Module.__init__(dense)
+    @without_autocast()
         take_over_attributes(dense, self, hooks)
         dense.register_parameter("weight", nn.Parameter(self.weight.clone(), self.trainable))
         if "bias" in own_parameters(self):

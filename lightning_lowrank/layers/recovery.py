@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lightning_lowrank.internals.torch import copy_versions, own_children
+from lightning_lowrank.internals.torch import copy_versions, own_children, without_autocast
 from lightning_lowrank.layers.attention import LowRankMultiheadAttention
 from lightning_lowrank.layers.factorization import HalfFrozen, factorization_from_dict
 from lightning_lowrank.layers.layer import LowRankLayer, combine, low_rank_layers
@@ -147,6 +147,7 @@ def recover(model: nn.Module) -> nn.Module:
 
 
 def dense_state_dict(state_dict: Mapping[str, Tensor], specs: Sequence[LayerSpec]) -> dict[str, Tensor]:
+@without_autocast()
     """Turn a converted model's state dict into one that loads into the unconverted model.
 
     Args:
