@@ -61,7 +61,7 @@ def combine(
     factorization: Factorization,
     shape: tuple[int, ...],
     factors: Mapping[str, Tensor],
-    fixed: Mapping[str, Tensor],
+    fixed: Mapping[str, Tensor] | nn.ParameterDict,
     decouple: bool,
     scale: float = 1,
 ) -> Tensor:
@@ -73,11 +73,13 @@ def combine(
 def terms(
     factors: Mapping[str, Tensor] | nn.ParameterDict, fixed: Mapping[str, Tensor] | nn.ParameterDict, decouple: bool
 ) -> list[dict[str, Tensor]]:
-    """The sets of factors whose composed weights are added: one set, or two if decoupled."""
+    """The sets of factors whose composed weights are added, in the trained factors' dtype: one, or two if decoupled."""
+    dtype = next(iter(factors.values())).dtype
+    fixed = {name: value.to(dtype) for name, value in fixed.items()}
     if decouple:
         return [{"U": factors["U"], "V": fixed["V"]}, {"U": fixed["U"], "V": factors["V"]}]
     # torch before 2.10 compiles no unpacking of a ParameterDict.
-    return [dict([*fixed.items(), *factors.items()])]
+    return [{**fixed, **dict(factors.items())}]
 
 
 class LowRankLayer(nn.Module):
@@ -355,9 +357,7 @@ class LowRankLayer(nn.Module):
                 f"factors must have exactly the names of the trained factors, {sorted(self.factors)}, "
                 f"but has {sorted(factors)}."
             )
-        dtype = next(iter(factors.values())).dtype
-        fixed = {name: value.to(dtype) for name, value in self.fixed.items()}
-        return combine(self.factorization, self.weight_shape, factors, fixed, self.decouple, self.scale)
+        return combine(self.factorization, self.weight_shape, factors, self.fixed, self.decouple, self.scale)
 
     @torch.no_grad()
     def fold(

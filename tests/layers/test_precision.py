@@ -123,6 +123,21 @@ def test_autocast_rounds_no_weight_that_is_kept(role):
         assert_same(kept(), expected)
 
 
+@pytest.mark.parametrize("settings", [{"half_frozen": True}, {"decouple": True}], ids=str)
+def test_fixed_factors_of_16_bits_beside_trained_ones_of_32(settings):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(16, 16)).bfloat16()
+    conversion = convert(model, MatrixProduct(), rank=2, role="weight", freeze_rest=True, **settings)
+    layer = model[0]
+    assert {layer.factors["V"].dtype, *(f.dtype for f in layer.fixed.values())} == {torch.float32, torch.bfloat16}
+    torch.testing.assert_close(frobenius_penalty(model, 2.0), layer.update().square().sum())
+    add_frobenius_decay(model, 2.0)
+    (slope,) = torch.autograd.grad(layer.update().square().sum(), layer.factors["V"])
+    torch.testing.assert_close(layer.factors["V"].grad, slope)
+    dense = dense_state_dict(model.state_dict(), conversion.specs)
+    assert torch.equal(dense["0.weight"].bfloat16(), recover(model)[0].weight)
+
+
 def test_a_small_step_is_kept():
     model = converted()
     before = model.head.weight.detach().clone()
