@@ -313,10 +313,12 @@ class LowRankLayer(nn.Module):
     def weight(self) -> Tensor:
         """The effective dense weight, composed at each use unless the layer is merged.
 
-        Read-only: an in-place write is lost, and the next call of `forward` raises. Torch does not count writes into
-        ``weight.data``: they are found only if one of the first reads returned that tensor, and an assignment to
-        ``weight.data`` is never found.
+        Read-only: an in-place write is lost, and the next reading or call of `forward` raises. Torch does not count
+        writes into ``weight.data``: they are found only if one of the first reads returned that tensor, and an
+        assignment to ``weight.data`` is never found.
         """
+        if not torch.compiler.is_compiling():
+            self._refuse_if_written()
         if self._is_merged():
             assert self.merged_weight is not None
             return self.merged_weight
@@ -330,6 +332,14 @@ class LowRankLayer(nn.Module):
             # A view shares the version counter, and keeps it readable after the tensor is freed.
             finalize(found, _note_writing, ref(self), found.detach(), version_of(found), values)
         return found
+
+    def _refuse_if_written(self) -> None:
+        if self._written:
+            raise RuntimeError(
+                f"a {type(self).__name__} had its weight of shape {list(self.weight_shape)} changed in place, as by"
+                " weight.copy_(). The weight is composed of the factors at"
+                " each use, so that the change is lost: change the factors, or leave the layer out by exclude."
+            )
 
     def _composed(self) -> Tensor:
         if self.role == "update":
@@ -579,12 +589,7 @@ class LowRankLayer(nn.Module):
             *geometry: Further arguments of the dense layer's forward (``output_size`` of a transposed
                 convolution).
         """
-        if self._written:
-            raise RuntimeError(
-                f"a {type(self).__name__} had its weight of shape {list(self.weight_shape)} changed in place, as by"
-                " weight.copy_(). The weight is composed of the factors at"
-                " each use, so that the change is lost: change the factors, or leave the layer out by exclude."
-            )
+        self._refuse_if_written()
         bias = own_parameters(self).get("bias")
         if self._is_merged():
             assert self.merged_weight is not None
