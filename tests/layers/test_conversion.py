@@ -471,6 +471,24 @@ def test_bytes_are_those_of_the_factors_of_a_model_of_16_bits(role, allocation):
 
 
 class Texts(nn.Module):
+@pytest.mark.parametrize("role", ["update", "weight"])
+@pytest.mark.parametrize("keep", ["*.bias", "1", "2", "3"])
+def test_bytes_are_those_of_what_is_kept_trained_in_a_model_of_16_bits(role, keep):
+    def trained_bytes(budget):
+        torch.manual_seed(0)
+        # The third layer stays dense at each rank, the first two at ranks above 4.
+        layers = [nn.Linear(8, 12), nn.Linear(12, 8), nn.Linear(8, 1), nn.MultiheadAttention(8, 2)]
+        model, kept = nn.Sequential(*layers).bfloat16(), {"freeze_rest": True, "keep_trained": [keep]}
+        convert(model, PRODUCT, budget=budget, budget_unit="bytes", role=role, **kept)
+        return sum(p.numel() * p.element_size() for p in model.parameters() if p.requires_grad)
+
+    budget = 2500
+    for _ in range(4):
+        size = trained_bytes(budget)
+        assert size <= budget
+        budget = size - 1
+
+
     def __init__(self, kind=nn.GRU):
         super().__init__()
         self.embed, self.rnn = nn.Embedding(60, 24, padding_idx=0), kind(24, 32)
