@@ -506,7 +506,7 @@ class LowRankLayer(nn.Module):
                 if table == "factors" and name in self.zero_factors:
                     values[f"{table}.{name}"] = torch.zeros_like(factor)
                 else:
-                    draw = torch.empty(factor.shape, dtype=torch.float32)
+                    draw = torch.empty(factor.shape, dtype=torch.float32, device="cpu")
                     draw.uniform_(-self.init_scale, self.init_scale, generator=generator(seed, table, name))
                     values[f"{table}.{name}"] = draw.to(factor)
         return values
