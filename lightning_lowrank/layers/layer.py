@@ -649,6 +649,11 @@ class LowRankLayer(nn.Module):
         return self.role == "update" and self.active == "both"
 
     def contracts(self, input: Tensor, *geometry: Any) -> bool:
+    def _multiplies_twice(self, input: Tensor) -> bool:
+        """Whether the dense way multiplies the input by the frozen weight and by the update, instead of their sum."""
+        dropped = self.training and self.dropout > 0 and input.is_floating_point()
+        return self._adds_to_base and (dropped or self._factors_are_wider)
+
         """Whether the layer computes the contracted way for these arguments of :meth:`forward`.
 
         With ``compute="auto"`` the multiply-adds of the forward pass are compared and, if gradients are
@@ -671,7 +676,9 @@ class LowRankLayer(nn.Module):
             # Not cached: in a trace with dynamic sizes, this comparison adds a guard on them.
             return bool(self._takes_less_contracted(input, *geometry))
         # Cached: counting takes as long as the products of a small layer.
-        case = (input.shape, torch.is_grad_enabled(), input.requires_grad, self.rank, self.active, repr(geometry))
+        drops = self.training and self.dropout > 0
+        kind = (input.shape, input.dtype, input.requires_grad, torch.is_grad_enabled())
+        case = (*kind, self.rank, self.active, drops, repr(geometry))
         if case not in self._contracted:
             if len(self._contracted) == _REMEMBERED_CASES:
                 self._contracted.clear()
@@ -685,10 +692,11 @@ class LowRankLayer(nn.Module):
         composing = self.factorization.compose_multiply_adds(self.weight_shape, self.rank)
         base = product if self._adds_to_base else 0
         sets = 2 if self.decouple else 1
+        also = product if self._multiplies_twice(input) else 0
         if not torch.is_grad_enabled():
-            return sets * (first + rest) + base < product + sets * composing
+            return sets * (first + rest) + base < product + also + sets * composing
         through_input = int(input.requires_grad)
-        dense = (2 + through_input) * product + sets * 3 * composing
+        dense = (2 + through_input) * product + (1 + through_input) * also + sets * 3 * composing
         contracted = sets * ((2 + through_input) * first + 3 * rest) + (1 + through_input) * base
         return contracted < dense
 
@@ -701,6 +709,8 @@ class LowRankLayer(nn.Module):
         if self.merged_weight is not None or self.active == "base" or not self.contracts(input, *geometry):
             return product
         return (first + rest) * (2 if self.decouple else 1) + (product if self._adds_to_base else 0)
+        if not self.contracts(input, *geometry):
+            return product * (2 if self._multiplies_twice(input) else 1)
 
     def _can_contract(self) -> bool:
         return self.factorization.stage_shapes(self.weight_shape, self.rank) is not None
