@@ -210,9 +210,9 @@ class LowRankLayer(nn.Module):
         return cls.from_settings(module, LayerSettings(factorization, **settings), rank, seed)
 
     @classmethod
+    @without_autocast()
     def from_settings(cls: type[_Layer], module: nn.Module, settings: LayerSettings, rank: int, seed: int) -> _Layer:
         """Build the layer from a settings object; see :meth:`from_dense`."""
-    @without_autocast()
         factorization, init = settings.factorization, settings.init
         reason = cls.why_not(module, factorization)
         if reason:
@@ -370,6 +370,7 @@ class LowRankLayer(nn.Module):
         return combine(self.factorization, self.weight_shape, factors, self.fixed, self.decouple, self.scale)
 
     @torch.no_grad()
+    @without_autocast()
     def fold(
         self, factors: Mapping[str, Tensor] | None = None, add: Callable[[Tensor, Tensor], object] = Tensor.add_
     ) -> None:
@@ -380,7 +381,6 @@ class LowRankLayer(nn.Module):
 
         Args:
             factors: As for :meth:`update`.
-    @without_autocast()
             add: Adds its second argument, the update, to its first, the frozen weight, in place. For repeated folds
                 into 16 bits, give a function that keeps the unrounded sum.
 
@@ -410,6 +410,7 @@ class LowRankLayer(nn.Module):
 
     @torch.inference_mode(False)
     @torch.no_grad()
+    @without_autocast()
     def merge(self) -> None:
         """Compose the weight once and keep it, so that the layer costs as much as the dense layer.
 
@@ -417,10 +418,10 @@ class LowRankLayer(nn.Module):
         and state dicts are the same as before. A merged layer does not train: ``train()``, loading a state dict,
         :meth:`fold`, :meth:`reset_factors`, a fit with `LowRank` or `FederatedLoop`, other tensors as its factors, and
         any change of these in place unmerge it. Torch does not count changes through ``data``, such as those of
-        ``vector_to_parameters``: call :meth:`unmerge` after these.
+        ``vector_to_parameters``: call :meth:`unmerge` after these. Code of `torch.compile` does not see any
+        change in place: call :meth:`unmerge` after it.
         """
         self.unmerge()
-    @without_autocast()
         self.merged_weight = self.weight.detach().clone()
         self._merged_of = self._versions()
 
@@ -563,6 +564,7 @@ class LowRankLayer(nn.Module):
         )
 
     @torch.no_grad()
+    @without_autocast()
     def to_dense(self, *, hooks: bool = False) -> nn.Module:
         """A plain layer with the effective weight as a new Parameter, trainable if the dense one was.
 
@@ -574,7 +576,6 @@ class LowRankLayer(nn.Module):
         """
         dense = self.dense_class.__new__(self.dense_class)
         nn.Module.__init__(dense)
-    @without_autocast()
         take_over_attributes(dense, self, hooks)
         dense.register_parameter("weight", nn.Parameter(self.weight.clone(), self.trainable))
         if "bias" in own_parameters(self):
@@ -648,12 +649,12 @@ class LowRankLayer(nn.Module):
     def _adds_to_base(self) -> bool:
         return self.role == "update" and self.active == "both"
 
-    def contracts(self, input: Tensor, *geometry: Any) -> bool:
     def _multiplies_twice(self, input: Tensor) -> bool:
         """Whether the dense way multiplies the input by the frozen weight and by the update, instead of their sum."""
         dropped = self.training and self.dropout > 0 and input.is_floating_point()
         return self._adds_to_base and (dropped or self._factors_are_wider)
 
+    def contracts(self, input: Tensor, *geometry: Any) -> bool:
         """Whether the layer computes the contracted way for these arguments of :meth:`forward`.
 
         With ``compute="auto"`` the multiply-adds of the forward pass are compared and, if gradients are
@@ -691,8 +692,8 @@ class LowRankLayer(nn.Module):
         product, first, rest = self._multiply_adds(input, *geometry)
         composing = self.factorization.compose_multiply_adds(self.weight_shape, self.rank)
         base = product if self._adds_to_base else 0
-        sets = 2 if self.decouple else 1
         also = product if self._multiplies_twice(input) else 0
+        sets = 2 if self.decouple else 1
         if not torch.is_grad_enabled():
             return sets * (first + rest) + base < product + also + sets * composing
         through_input = int(input.requires_grad)
@@ -706,11 +707,11 @@ class LowRankLayer(nn.Module):
         Composing the weight, which happens once a batch, is not among them.
         """
         product, first, rest = self._multiply_adds(input, *geometry)
-        if self.merged_weight is not None or self.active == "base" or not self.contracts(input, *geometry):
+        if self.merged_weight is not None or self.active == "base":
             return product
-        return (first + rest) * (2 if self.decouple else 1) + (product if self._adds_to_base else 0)
         if not self.contracts(input, *geometry):
             return product * (2 if self._multiplies_twice(input) else 1)
+        return (first + rest) * (2 if self.decouple else 1) + (product if self._adds_to_base else 0)
 
     def _can_contract(self) -> bool:
         return self.factorization.stage_shapes(self.weight_shape, self.rank) is not None

@@ -61,7 +61,8 @@ def merge(model: nn.Module) -> nn.Module:
     """Compose every low-rank layer's weight once and keep it, so that inference costs as much as with the dense model.
 
     Factors, frozen weights and the state dict stay as they are; :func:`unmerge`, ``model.train()``, loading
-    a state dict, and a fit with `LowRank` or `FederatedLoop` undo it, bit for bit.
+    a state dict, a change of the factors in place, and a fit with `LowRank` or `FederatedLoop` undo it, bit for bit.
+    Code of `torch.compile` does not see that factors change: call :func:`unmerge` after that.
 
     Args:
         model: A converted model.
@@ -146,8 +147,8 @@ def recover(model: nn.Module) -> nn.Module:
     return model
 
 
-def dense_state_dict(state_dict: Mapping[str, Tensor], specs: Sequence[LayerSpec]) -> dict[str, Tensor]:
 @without_autocast()
+def dense_state_dict(state_dict: Mapping[str, Tensor], specs: Sequence[LayerSpec]) -> dict[str, Tensor]:
     """Turn a converted model's state dict into one that loads into the unconverted model.
 
     Args:
