@@ -149,7 +149,7 @@ class Bucketing(PreAggregation):
 
     @override
     def matrix(self, gram: Tensor, byzantine: int, draws: torch.Generator) -> Tensor:
-        order = torch.randperm(len(gram), generator=draws)
+        order = torch.randperm(len(gram), generator=draws, device="cpu")
         found = gram.new_zeros(self.vectors(len(gram)), len(gram))
         for bucket, members in zip(found, order.split(self.size), strict=True):
             bucket[members] = 1 / len(members)

@@ -96,7 +96,7 @@ class Quantize(RandomCodec[Tensor]):
         scales, levels = {}, []
         for name, (dtype, _) in self.entries(layout).items():
             numbers = tensors[name].reshape(-1).to(dtype)
-            draws = torch.rand(numbers.numel(), generator=generator, dtype=dtype).to(numbers.device)
+            draws = torch.rand(numbers.numel(), generator=generator, dtype=dtype, device="cpu").to(numbers.device)
             rows = self._buckets(numbers)
             scales[name] = scale = self._scale(rows)
             ratio = torch.where((scale > 0)[:, None], rows.abs() / scale[:, None] * self.levels, 0.0)

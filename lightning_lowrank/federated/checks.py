@@ -161,6 +161,16 @@ def refuse_own_reading(module: pl.LightningModule) -> None:
         )
 
 
+def refuse_default_device() -> None:
+    """Refuse a fit under a default device other than the CPU, on which the rounds are planned and drawn."""
+    if (device := torch.get_default_device()).type != "cpu":
+        raise MisconfigurationException(
+            f"torch's default device is {device}, but FederatedLoop needs the CPU: leave out"
+            " torch.set_default_device and torch.device around the fit, and choose the device by"
+            " Trainer(accelerator=...)."
+        )
+
+
 def check_trained(module: nn.Module, optimizers: Iterable[Optimizer]) -> None:
     """Refuse trainable parameters that no optimizer holds."""
     forgotten = in_no_optimizer(module, optimizers)

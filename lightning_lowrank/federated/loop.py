@@ -30,6 +30,7 @@ from lightning_lowrank.federated.checks import (
     check_memory,
     check_optimizers,
     notes,
+    refuse_default_device,
     refuse_lazy,
     refuse_own_reading,
     refuse_plateaus_of_steps,
@@ -269,6 +270,7 @@ class FederatedLoop(FederatedSettings, Callback):
             self._keep_samples(trainer)
             return
         processes = shared_by(trainer)
+        refuse_default_device()
         refuse_own_reading(pl_module)
         check_callbacks(self, trainer, pl_module, why_trained_set_is_fixed(self))
         source = TrainLoaderSource(trainer)

@@ -93,6 +93,23 @@ def synchronize(device: torch.device) -> None:
         module.synchronize()
 
 
+@contextmanager
+def without_autocast() -> Iterator[None]:
+    """A context, and decorator, in which autocast is off, so that products are as precise as their tensors.
+
+    Example:
+        >>> with torch.autocast("cpu", torch.bfloat16), without_autocast():
+        ...     (torch.ones(2, 2) @ torch.ones(2, 2)).dtype
+        torch.float32
+    """
+    accelerator = torch.accelerator.current_accelerator()
+    with ExitStack() as stack:
+        for kind in ("cpu",) if accelerator is None else ("cpu", accelerator.type):
+            if torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind):
+                stack.enter_context(torch.autocast(kind, enabled=False))
+        yield
+
+
 @functools.cache
 def has_float64(kind: str) -> bool:
     """Whether a kind of device supports float64; Apple's and some of Intel's do not.

@@ -16,6 +16,8 @@ from lightning_lowrank.layers.settings import LowRankSettings
 from lightning_lowrank.layers.survey import Candidate
 from lightning_lowrank.units import percent
 
+_Kind = tuple[tuple[int, ...], int, int, bool]
+
 _AUTHORS_STEP = 0.001
 _NAMED = 3
 
@@ -91,42 +93,56 @@ class _Budget:
     """
 
     def __init__(
-        self, model: nn.Module, weights: Sequence[Tensor], settings: LowRankSettings, spared: Set[nn.Parameter]
+        self, model: nn.Module, weights: Sequence[nn.Parameter], settings: LowRankSettings, spared: Set[nn.Parameter]
     ) -> None:
         assert settings.budget is not None
-        in_bytes = settings.budget_unit == "bytes"
-
-        def cost(tensor: Tensor) -> int:
-            return tensor.element_size() if in_bytes else 1
-
-        def trained_cost(tensor: Tensor, wide: bool) -> int:
-            return torch.promote_types(tensor.dtype, torch.float32).itemsize if in_bytes and wide else cost(tensor)
-
         # Factors of an update are float32 from the start; with freeze_rest, `widen` converts all factors to float32.
         wide_factors = settings.role == "update" or settings.freeze_rest
         factorized = set(weights)
         outside = [p for p in model.parameters() if p not in factorized]
-        trained = [p for p in outside if (p in spared if settings.freeze_rest else p.requires_grad)]
-        self.settings, self.budget, self.weights = settings, settings.budget, weights
-        self.costs = [trained_cost(weight, wide_factors) for weight in weights]
+        self.settings, self.budget = settings, settings.budget
+        self.model, self.weights, self.spared = model, weights, spared
+        self.outside = [p for p in outside if (p in spared if settings.freeze_rest else p.requires_grad)]
+        self.costs = [self._cost(weight, wide_factors) for weight in weights]
         # Shape, cost of a number in the weight, cost in its factors, and whether the factors may be larger.
-        self.counts = Counter(
+        self.kinds: list[_Kind] = [
             (
                 tuple(weight.shape),
-                cost(weight),
+                self._cost(weight),
                 of_factors,
                 settings.allow_larger or (settings.freeze_rest and weight not in spared),
             )
             for weight, of_factors in zip(weights, self.costs, strict=True)
-        )
+        ]
+        self.counts = Counter(self.kinds)
         # Cost of the parameters outside these weights, and of the dense model.
-        outside_trained = set(trained)
+        outside_trained = set(self.outside)
         self.largest = sorted(
             ((p.numel(), name) for name, p in model.named_parameters() if p in outside_trained), reverse=True
         )[:_NAMED]
-        wide = widened(model, spared - factorized) if settings.freeze_rest else set()
-        self.rest = sum(p.numel() * trained_cost(p, p in wide) for p in trained)
-        self.dense = sum(p.numel() * cost(p) for p in model.parameters() if p.requires_grad or settings.convert_frozen)
+        self._unfactorized: dict[frozenset[_Kind], int] = {}
+        self.rest = self.unfactorized(frozenset())
+        self.dense = sum(
+            p.numel() * self._cost(p) for p in model.parameters() if p.requires_grad or settings.convert_frozen
+        )
+
+    def _cost(self, tensor: Tensor, wide: bool = False) -> int:
+        if self.settings.budget_unit != "bytes":
+            return 1
+        return (torch.promote_types(tensor.dtype, torch.float32) if wide else tensor.dtype).itemsize
+
+    def unfactorized(self, dense: frozenset[_Kind]) -> int:
+        """Cost of all trained numbers that are not in factors if the weights of these kinds stay dense."""
+        if dense not in self._unfactorized:
+            by_kind = list(zip(self.weights, self.kinds, strict=True))
+            replaced = {weight for weight, kind in by_kind if kind not in dense}
+            wide: set[nn.Parameter] = set()
+            if self.settings.freeze_rest:
+                gone = replaced if self.settings.role == "weight" else set()
+                wide = widened(self.model, self.spared - replaced, gone)
+            trained = [*self.outside, *(weight for weight, kind in by_kind if kind in dense)]
+            self._unfactorized[dense] = sum(p.numel() * self._cost(p, p in wide) for p in trained)
+        return self._unfactorized[dense]
 
     def allowed(self, tolerated: float = 0.0) -> float:
         """The budget in numbers or bytes; 1e-6 absorbs the rounding of the product, because totals are integers."""
@@ -139,12 +155,10 @@ class _Budget:
 
     def total(self, ranks: Mapping[tuple[int, ...], int]) -> int:
         """Total cost of all trained numbers; a weight whose factors would be larger counts as dense, if allowed."""
-        total = self.rest
-        for (shape, of_weight, of_factors, larger), count in self.counts.items():
-            numbers = self.numbers(shape, ranks[shape])
-            dense = numbers >= math.prod(shape) and not larger
-            total += count * (math.prod(shape) * of_weight if dense else numbers * of_factors)
-        return total
+        numbers = {kind: self.numbers(kind[0], ranks[kind[0]]) for kind in self.counts}
+        dense = frozenset(kind for kind in self.counts if numbers[kind] >= math.prod(kind[0]) and not kind[3])
+        factors = sum(count * numbers[kind] * kind[2] for kind, count in self.counts.items() if kind not in dense)
+        return self.unfactorized(dense) + factors
 
     def at_ratio(self, ratio: float) -> dict[tuple[int, ...], int]:
         """Each shape's rank for a ratio; a ratio of 0 or less means the smallest rank."""

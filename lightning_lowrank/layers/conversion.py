@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from lightning_lowrank.arguments import join_names
-from lightning_lowrank.internals.torch import digest_of, own_children
+from lightning_lowrank.internals.torch import digest_of, own_children, without_autocast
 from lightning_lowrank.layers.attention import LowRankMultiheadAttention
 from lightning_lowrank.layers.budget import assign_ranks
 from lightning_lowrank.layers.conversion_report import Conversion, LayerReport
@@ -26,6 +26,7 @@ from lightning_lowrank.seeding import derive_seed
 
 
 @torch.inference_mode(False)
+@without_autocast()
 def convert(model: nn.Module, factorization: Factorization, *, seed: int = 0, **settings: Any) -> Conversion:
     """Replace a model's layers by low-rank ones, in place.
 

@@ -15,9 +15,11 @@ from torch import Tensor, nn
 from torch.func import grad, vmap
 
 from lightning_lowrank.arguments import check_number
+from lightning_lowrank.internals.torch import without_autocast
 from lightning_lowrank.layers.layer import LowRankLayer, low_rank_layers, terms
 
 
+@without_autocast()
 def frobenius_norm_squared(layer: LowRankLayer, factors: Mapping[str, Tensor] | None = None) -> Tensor:
     """The squared Frobenius norm of the tensor that a layer's factors compose: its update or its weight.
 
@@ -74,6 +76,7 @@ def frobenius_penalty(model: nn.Module, weight_decay: float) -> Tensor:
 
 
 @torch.no_grad()
+@without_autocast()
 def add_frobenius_decay(
     model: nn.Module,
     weight_decay: float,

@@ -43,6 +43,7 @@ from lightning_lowrank.internals.torch import (
     own_children,
     own_parameters,
     version_of,
+    without_autocast,
 )
 from lightning_lowrank.layers.factorization import Factorization, HalfFrozen
 from lightning_lowrank.layers.factorization.base import working_precision
@@ -60,7 +61,7 @@ def combine(
     factorization: Factorization,
     shape: tuple[int, ...],
     factors: Mapping[str, Tensor],
-    fixed: Mapping[str, Tensor],
+    fixed: Mapping[str, Tensor] | nn.ParameterDict,
     decouple: bool,
     scale: float = 1,
 ) -> Tensor:
@@ -72,11 +73,13 @@ def combine(
 def terms(
     factors: Mapping[str, Tensor] | nn.ParameterDict, fixed: Mapping[str, Tensor] | nn.ParameterDict, decouple: bool
 ) -> list[dict[str, Tensor]]:
-    """The sets of factors whose composed weights are added: one set, or two if decoupled."""
+    """The sets of factors whose composed weights are added, in the trained factors' dtype: one, or two if decoupled."""
+    dtype = next(iter(factors.values())).dtype
+    fixed = {name: value.to(dtype) for name, value in fixed.items()}
     if decouple:
         return [{"U": factors["U"], "V": fixed["V"]}, {"U": fixed["U"], "V": factors["V"]}]
     # torch before 2.10 compiles no unpacking of a ParameterDict.
-    return [dict([*fixed.items(), *factors.items()])]
+    return [{**fixed, **dict(factors.items())}]
 
 
 class LowRankLayer(nn.Module):
@@ -207,6 +210,7 @@ class LowRankLayer(nn.Module):
         return cls.from_settings(module, LayerSettings(factorization, **settings), rank, seed)
 
     @classmethod
+    @without_autocast()
     def from_settings(cls: type[_Layer], module: nn.Module, settings: LayerSettings, rank: int, seed: int) -> _Layer:
         """Build the layer from a settings object; see :meth:`from_dense`."""
         factorization, init = settings.factorization, settings.init
@@ -309,10 +313,12 @@ class LowRankLayer(nn.Module):
     def weight(self) -> Tensor:
         """The effective dense weight, composed at each use unless the layer is merged.
 
-        Read-only: an in-place write is lost, and the next call of `forward` raises. Torch does not count writes into
-        ``weight.data``: they are found only if one of the first reads returned that tensor, and an assignment to
-        ``weight.data`` is never found.
+        Read-only: an in-place write is lost, and the next reading or call of `forward` raises. Torch does not count
+        writes into ``weight.data``: they are found only if one of the first reads returned that tensor, and an
+        assignment to ``weight.data`` is never found.
         """
+        if not torch.compiler.is_compiling():
+            self._refuse_if_written()
         if self._is_merged():
             assert self.merged_weight is not None
             return self.merged_weight
@@ -326,6 +332,14 @@ class LowRankLayer(nn.Module):
             # A view shares the version counter, and keeps it readable after the tensor is freed.
             finalize(found, _note_writing, ref(self), found.detach(), version_of(found), values)
         return found
+
+    def _refuse_if_written(self) -> None:
+        if self._written:
+            raise RuntimeError(
+                f"a {type(self).__name__} had its weight of shape {list(self.weight_shape)} changed in place, as by"
+                " weight.copy_(). The weight is composed of the factors at"
+                " each use, so that the change is lost: change the factors, or leave the layer out by exclude."
+            )
 
     def _composed(self) -> Tensor:
         if self.role == "update":
@@ -353,11 +367,10 @@ class LowRankLayer(nn.Module):
                 f"factors must have exactly the names of the trained factors, {sorted(self.factors)}, "
                 f"but has {sorted(factors)}."
             )
-        dtype = next(iter(factors.values())).dtype
-        fixed = {name: value.to(dtype) for name, value in self.fixed.items()}
-        return combine(self.factorization, self.weight_shape, factors, fixed, self.decouple, self.scale)
+        return combine(self.factorization, self.weight_shape, factors, self.fixed, self.decouple, self.scale)
 
     @torch.no_grad()
+    @without_autocast()
     def fold(
         self, factors: Mapping[str, Tensor] | None = None, add: Callable[[Tensor, Tensor], object] = Tensor.add_
     ) -> None:
@@ -397,6 +410,7 @@ class LowRankLayer(nn.Module):
 
     @torch.inference_mode(False)
     @torch.no_grad()
+    @without_autocast()
     def merge(self) -> None:
         """Compose the weight once and keep it, so that the layer costs as much as the dense layer.
 
@@ -404,7 +418,8 @@ class LowRankLayer(nn.Module):
         and state dicts are the same as before. A merged layer does not train: ``train()``, loading a state dict,
         :meth:`fold`, :meth:`reset_factors`, a fit with `LowRank` or `FederatedLoop`, other tensors as its factors, and
         any change of these in place unmerge it. Torch does not count changes through ``data``, such as those of
-        ``vector_to_parameters``: call :meth:`unmerge` after these.
+        ``vector_to_parameters``: call :meth:`unmerge` after these. Code of `torch.compile` does not see any
+        change in place: call :meth:`unmerge` after it.
         """
         self.unmerge()
         self.merged_weight = self.weight.detach().clone()
@@ -492,7 +507,7 @@ class LowRankLayer(nn.Module):
                 if table == "factors" and name in self.zero_factors:
                     values[f"{table}.{name}"] = torch.zeros_like(factor)
                 else:
-                    draw = torch.empty(factor.shape, dtype=torch.float32)
+                    draw = torch.empty(factor.shape, dtype=torch.float32, device="cpu")
                     draw.uniform_(-self.init_scale, self.init_scale, generator=generator(seed, table, name))
                     values[f"{table}.{name}"] = draw.to(factor)
         return values
@@ -549,6 +564,7 @@ class LowRankLayer(nn.Module):
         )
 
     @torch.no_grad()
+    @without_autocast()
     def to_dense(self, *, hooks: bool = False) -> nn.Module:
         """A plain layer with the effective weight as a new Parameter, trainable if the dense one was.
 
@@ -574,12 +590,7 @@ class LowRankLayer(nn.Module):
             *geometry: Further arguments of the dense layer's forward (``output_size`` of a transposed
                 convolution).
         """
-        if self._written:
-            raise RuntimeError(
-                f"a {type(self).__name__} had its weight of shape {list(self.weight_shape)} changed in place, as by"
-                " weight.copy_(). The weight is composed of the factors at"
-                " each use, so that the change is lost: change the factors, or leave the layer out by exclude."
-            )
+        self._refuse_if_written()
         bias = own_parameters(self).get("bias")
         if self._is_merged():
             assert self.merged_weight is not None
@@ -638,6 +649,11 @@ class LowRankLayer(nn.Module):
     def _adds_to_base(self) -> bool:
         return self.role == "update" and self.active == "both"
 
+    def _multiplies_twice(self, input: Tensor) -> bool:
+        """Whether the dense way multiplies the input by the frozen weight and by the update, instead of their sum."""
+        dropped = self.training and self.dropout > 0 and input.is_floating_point()
+        return self._adds_to_base and (dropped or self._factors_are_wider)
+
     def contracts(self, input: Tensor, *geometry: Any) -> bool:
         """Whether the layer computes the contracted way for these arguments of :meth:`forward`.
 
@@ -661,7 +677,9 @@ class LowRankLayer(nn.Module):
             # Not cached: in a trace with dynamic sizes, this comparison adds a guard on them.
             return bool(self._takes_less_contracted(input, *geometry))
         # Cached: counting takes as long as the products of a small layer.
-        case = (input.shape, torch.is_grad_enabled(), input.requires_grad, self.rank, self.active, repr(geometry))
+        drops = self.training and self.dropout > 0
+        kind = (input.shape, input.dtype, input.requires_grad, torch.is_grad_enabled())
+        case = (*kind, self.rank, self.active, drops, repr(geometry))
         if case not in self._contracted:
             if len(self._contracted) == _REMEMBERED_CASES:
                 self._contracted.clear()
@@ -674,11 +692,12 @@ class LowRankLayer(nn.Module):
         product, first, rest = self._multiply_adds(input, *geometry)
         composing = self.factorization.compose_multiply_adds(self.weight_shape, self.rank)
         base = product if self._adds_to_base else 0
+        also = product if self._multiplies_twice(input) else 0
         sets = 2 if self.decouple else 1
         if not torch.is_grad_enabled():
-            return sets * (first + rest) + base < product + sets * composing
+            return sets * (first + rest) + base < product + also + sets * composing
         through_input = int(input.requires_grad)
-        dense = (2 + through_input) * product + sets * 3 * composing
+        dense = (2 + through_input) * product + (1 + through_input) * also + sets * 3 * composing
         contracted = sets * ((2 + through_input) * first + 3 * rest) + (1 + through_input) * base
         return contracted < dense
 
@@ -688,8 +707,10 @@ class LowRankLayer(nn.Module):
         Composing the weight, which happens once a batch, is not among them.
         """
         product, first, rest = self._multiply_adds(input, *geometry)
-        if self.merged_weight is not None or self.active == "base" or not self.contracts(input, *geometry):
+        if self.merged_weight is not None or self.active == "base":
             return product
+        if not self.contracts(input, *geometry):
+            return product * (2 if self._multiplies_twice(input) else 1)
         return (first + rest) * (2 if self.decouple else 1) + (product if self._adds_to_base else 0)
 
     def _can_contract(self) -> bool:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Collection, Mapping, MutableMapping
+from collections.abc import Collection, Mapping, MutableMapping, Set
 from typing import Any
 
 import torch
@@ -80,11 +80,15 @@ def narrow(module: nn.Module) -> None:
         vars(module).pop(_BUFFERS, None)
 
 
-def widened(model: nn.Module, parameters: Collection[nn.Parameter]) -> set[nn.Parameter]:
-    """The parameters that `widen` would change."""
+def widened(
+    model: nn.Module, parameters: Collection[nn.Parameter], replaced: Set[nn.Parameter] = frozenset()
+) -> set[nn.Parameter]:
+    """The parameters that `widen` would change, after factors have taken the place of ``replaced``."""
     narrow = {parameter for parameter in parameters if _is_narrow(parameter)}
     readers = [(_own(module), reader) for module, reader in _readers(model).items() if _own(module) & narrow]
-    read = {reader: _read(reader) for _, reader in readers}
+    # An attention with factors reads them beside its other parameters.
+    gone = {reader: set() if isinstance(reader, nn.MultiheadAttention) else replaced for _, reader in readers}
+    read = {reader: _read(reader) - gone[reader] for _, reader in readers}
     while mixed := {each for own, reader in readers if read[reader] - narrow for each in own & narrow}:
         narrow -= mixed
     return narrow

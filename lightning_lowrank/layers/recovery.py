@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lightning_lowrank.internals.torch import copy_versions, own_children
+from lightning_lowrank.internals.torch import copy_versions, own_children, without_autocast
 from lightning_lowrank.layers.attention import LowRankMultiheadAttention
 from lightning_lowrank.layers.factorization import HalfFrozen, factorization_from_dict
 from lightning_lowrank.layers.layer import LowRankLayer, combine, low_rank_layers
@@ -61,7 +61,8 @@ def merge(model: nn.Module) -> nn.Module:
     """Compose every low-rank layer's weight once and keep it, so that inference costs as much as with the dense model.
 
     Factors, frozen weights and the state dict stay as they are; :func:`unmerge`, ``model.train()``, loading
-    a state dict, and a fit with `LowRank` or `FederatedLoop` undo it, bit for bit.
+    a state dict, a change of the factors in place, and a fit with `LowRank` or `FederatedLoop` undo it, bit for bit.
+    Code of `torch.compile` does not see that factors change: call :func:`unmerge` after that.
 
     Args:
         model: A converted model.
@@ -146,6 +147,7 @@ def recover(model: nn.Module) -> nn.Module:
     return model
 
 
+@without_autocast()
 def dense_state_dict(state_dict: Mapping[str, Tensor], specs: Sequence[LayerSpec]) -> dict[str, Tensor]:
     """Turn a converted model's state dict into one that loads into the unconverted model.
 

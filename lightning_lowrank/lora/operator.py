@@ -218,7 +218,7 @@ class Operator(Configured, ABC):
     def _draw(self, shape: tuple[int, int], rank: int, draws: torch.Generator) -> tuple[Tensor, Tensor]:
         """``B`` and ``A`` for :meth:`fresh`, in float64 on the CPU."""
         # Row by row, so that the first rows do not depend on the number of rows.
-        rows = [torch.rand(shape[1], generator=draws, dtype=torch.float64) for _ in range(rank)]
+        rows = [torch.rand(shape[1], generator=draws, dtype=torch.float64, device="cpu") for _ in range(rank)]
         right = (2 * torch.stack(rows) - 1) / math.sqrt(shape[1])
         return right.new_zeros(shape[0], rank), right
 

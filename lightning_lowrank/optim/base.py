@@ -8,8 +8,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping
-from contextlib import ExitStack
-from functools import cache, partial
+from functools import partial
 from typing import Any, ClassVar, Literal
 
 import torch
@@ -17,11 +16,10 @@ from torch import Tensor
 from torch.optim.optimizer import Optimizer, ParamsT
 
 from lightning_lowrank.arguments import check_choice, check_integer, check_number, to_plain
+from lightning_lowrank.internals.torch import without_autocast
 from lightning_lowrank.optim.deferred import CHANGE, Deferred
 from lightning_lowrank.optim.orthonormal import completed_basis, haar_basis
 from lightning_lowrank.seeding import generator
-
-_autocasts = cache(torch.amp.is_autocast_available)
 
 Subspace = Literal["random", "gradient"]
 Moments = Literal["keep", "zero", "rotate"]
@@ -199,7 +197,6 @@ class ProjectedOptimizer(Optimizer, ABC):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        devices: set[str] = set()
         for group in self.param_groups:
             for parameter in group["params"]:
                 if parameter.grad is not None and parameter.grad.is_sparse:
@@ -207,14 +204,10 @@ class ProjectedOptimizer(Optimizer, ABC):
                         f"{type(self).__name__} does not support sparse gradients; use sparse=False in the embedding,"
                         " or an optimizer such as torch.optim.SparseAdam for it."
                     )
-                devices.add(parameter.device.type)
         if any(group["stacked"] for group in self.param_groups):
             self._check_stacks()
-        with ExitStack() as stack:
-            for device in devices:
-                if _autocasts(device) and torch.is_autocast_enabled(device):
-                    # Under autocast the step's matrix products would have a lower precision than torch's steps.
-                    stack.enter_context(torch.autocast(device, enabled=False))
+        # Under autocast the step's matrix products would have a lower precision than torch's steps.
+        with without_autocast():
             first = 0
             for group in self.param_groups:
                 self._step_group(group, first)

@@ -13,6 +13,7 @@ from torch.nn.utils.parametrize import is_parametrized
 
 from lightning_lowrank.arguments import check_integer
 from lightning_lowrank.internals.torch import BATCH_NORMS, INSTANCE_NORMS
+from lightning_lowrank.layers.linear import LowRankEmbedding
 from lightning_lowrank.optim.adamw import ProjectedAdamW
 from lightning_lowrank.optim.sgd import ProjectedSGD
 from lightning_lowrank.patterns import check_patterns, matches
@@ -84,6 +85,8 @@ def projected_parameter_groups(
                 names.setdefault(parameter, []).append(name)
             if parameter.ndim < 2 or isinstance(module, _NOT_PROJECTED):
                 unsuitable.add(parameter)
+        if isinstance(module, LowRankEmbedding):
+            unsuitable.update(module.factors.parameters())
         if isinstance(module, _NOT_PROJECTED) and is_parametrized(module):
             unsuitable.update(module.get_submodule("parametrizations").parameters())
     suitable = {parameter: own for parameter, own in names.items() if parameter not in unsuitable}

@@ -350,3 +350,10 @@ def test_arrivals_without_weight_are_refused_where_weights_count():
     rule.add({"w": torch.ones(1)}, 0.0)
     with pytest.raises(ValueError, match=r"1.*arrivals.*0"):
         rule.result()
+
+
+def test_a_default_device_changes_no_draw():
+    gram = torch.eye(5)
+    expected = Bucketing(2).matrix(gram, 0, torch.Generator().manual_seed(0))
+    with torch.device("meta"):
+        assert torch.equal(Bucketing(2).matrix(gram, 0, torch.Generator().manual_seed(0)), expected)

@@ -55,6 +55,13 @@ def test_the_sizes_are_the_papers():
         assert 0 < names < 300
 
 
+def test_a_default_device_changes_no_draw():
+    numbers = torch.randn(10)
+    expected = Quantize(4, None).transmit({"a": numbers})["a"]
+    with torch.device("meta"):
+        assert torch.equal(Quantize(4, None).transmit({"a": numbers})["a"], expected)
+
+
 def test_an_odd_number_of_levels_shares_no_byte_with_another_part():
     for count in range(6):
         tensors = {"a": draw(count), "b": draw(3, seed=1)}

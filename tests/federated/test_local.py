@@ -790,6 +790,12 @@ def test_a_module_that_reads_its_batches_itself_is_refused(tmp_path):
         fit(trainer(tmp_path, one_client()), Reads(), Data())
 
 
+def test_a_default_device_is_refused(tmp_path):
+    module, data, run = Module(), Data(), trainer(tmp_path, one_client())
+    with torch.device("meta"), pytest.raises(MisconfigurationException, match="default device is meta"):
+        fit(run, module, data)
+
+
 def test_a_plateau_of_steps_is_refused(tmp_path):
     class Plateau(Module):
         def configure_optimizers(self):

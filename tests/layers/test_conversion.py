@@ -30,6 +30,7 @@ from lightning_lowrank.layers import (
 )
 from lightning_lowrank.seeding import derive_seed
 from tests.grids import nightly_except
+from tests.helpers import assert_same
 
 PRODUCT, KRONECKER = MatrixProduct(layout="raw"), BlockKronecker()
 MODIFIERS = {"plain": {}, "decoupled": {"decouple": True}, "half-frozen": {"half_frozen": True}}
@@ -468,6 +469,24 @@ def test_bytes_are_those_of_the_factors_of_a_model_of_16_bits(role, allocation):
     convert(model, MatrixProduct(), budget=7000, budget_unit="bytes", allocation=allocation, role=role, **kept)
     size = sum(p.numel() * p.element_size() for p in model.parameters() if p.requires_grad)
     assert 7000 - 2 * 128 * 4 < size <= 7000
+
+
+@pytest.mark.parametrize("role", ["update", "weight"])
+@pytest.mark.parametrize("keep", ["*.bias", "1", "2", "3"])
+def test_bytes_are_those_of_what_is_kept_trained_in_a_model_of_16_bits(role, keep):
+    def trained_bytes(budget):
+        torch.manual_seed(0)
+        # The third layer stays dense at each rank, the first two at ranks above 4.
+        layers = [nn.Linear(8, 12), nn.Linear(12, 8), nn.Linear(8, 1), nn.MultiheadAttention(8, 2)]
+        model, kept = nn.Sequential(*layers).bfloat16(), {"freeze_rest": True, "keep_trained": [keep]}
+        convert(model, PRODUCT, budget=budget, budget_unit="bytes", role=role, **kept)
+        return sum(p.numel() * p.element_size() for p in model.parameters() if p.requires_grad)
+
+    budget = 2500
+    for _ in range(4):
+        size = trained_bytes(budget)
+        assert size <= budget
+        budget = size - 1
 
 
 class Texts(nn.Module):
@@ -989,6 +1008,22 @@ def test_converting_again_after_recovering(tower, batch):
         convert(tower, MatrixProduct(), rank=2)
     convert(recover(tower), BlockKronecker(), rank=2)
     assert torch.equal(tower(batch), expected)
+
+
+@pytest.mark.parametrize(
+    ("factorization", "role"),
+    [(PRODUCT, "update"), pytest.param(Hadamard(), "weight", marks=pytest.mark.slow)],
+)
+def test_a_default_device_changes_no_draw(factorization, role):
+    def made():
+        torch.manual_seed(0)
+        return nn.Sequential(nn.Linear(8, 8, device="cpu"))
+
+    expected, model = made(), made()
+    convert(expected, factorization, rank=2, role=role, allow_larger=True)
+    with torch.device("meta"):
+        convert(model, factorization, rank=2, role=role, allow_larger=True)
+    assert_same(model.state_dict(), expected.state_dict())
 
 
 def test_weights_without_numbers_to_decompose_are_refused():

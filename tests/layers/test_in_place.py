@@ -2,6 +2,7 @@
 
 import copy
 import functools
+import operator
 import pickle
 
 import pytest
@@ -195,3 +196,16 @@ def test_what_is_written_into_a_composed_weight_is_an_error(role):
     assert_same({"outputs": model(inputs)}, {"outputs": expected})
     copied = copy.deepcopy(model)
     assert_same({"outputs": copied(inputs)}, {"outputs": expected})
+
+
+@pytest.mark.parametrize("read", ["self_attn.in_proj_weight", "self_attn.out_proj.weight", "linear1.weight"])
+@pytest.mark.parametrize("training", [False, True])
+def test_what_is_written_into_a_weight_that_torch_reads_is_an_error(read, training):
+    layer = nn.TransformerEncoderLayer(16, 2, 32, batch_first=True)
+    model, inputs = nn.Sequential(layer).train(training), torch.randn(2, 3, 16)
+    convert(model, MatrixProduct(), rank=2)
+    with torch.no_grad():
+        model(inputs)
+        nn.init.zeros_(operator.attrgetter(read)(model[0]))
+        with pytest.raises(RuntimeError, match=r"changed in place.*exclude"):
+            model(inputs)

@@ -227,16 +227,25 @@ def test_multiply_adds_are_what_torch_counts(geometry, factorization, compute):
             assert layer.multiply_adds(batch) == multiply_adds_of(lambda layer=layer: layer(batch))
 
 
-@pytest.mark.parametrize("role", ["update", "weight"])
+@pytest.mark.parametrize(
+    ("role", "settings", "dtype"),
+    [
+        ("update", {}, torch.float32),
+        ("weight", {}, torch.float32),
+        ("update", {"dropout": 0.5}, torch.float32),
+        ("update", {}, torch.bfloat16),
+    ],
+)
 @pytest.mark.parametrize("recorded", [False, True])
 @pytest.mark.parametrize("through_input", [False, True])
-def test_auto_takes_the_way_that_torch_counts_fewer_for(role, recorded, through_input):
+def test_auto_takes_the_way_that_torch_counts_fewer_for(role, settings, dtype, recorded, through_input):
     """Forward and backward are run both ways at many batch sizes; ``auto`` must be the cheaper each time."""
-    module = nn.Linear(48, 40)
-    layer = low_rank(module, rank=16, role=role, init="uniform", init_scale=1.0)
+    module = nn.Linear(48, 40).to(dtype)
+    layer = low_rank(module, rank=16, role=role, init="uniform", init_scale=1.0, **settings)
+    twice = bool(settings) or dtype == torch.bfloat16
     chosen = []
     for positions in (1, 2, 4, 8, 16, 24, 32, 48, 64, 128, 512):
-        batch = torch.randn(positions, 48, requires_grad=through_input and recorded)
+        batch = torch.randn(positions, 48, dtype=dtype, requires_grad=through_input and recorded)
         costs = {}
         for compute in ("dense", "contracted"):
             layer.compute = compute
@@ -250,7 +259,12 @@ def test_auto_takes_the_way_that_torch_counts_fewer_for(role, recorded, through_
         chosen.append(layer.contracts(batch))
     assert chosen[0]
     if role == "update" and not recorded:
-        assert not chosen[-1]
+        assert chosen[-1] is twice
+        layer.compute = "dense"
+        composing = layer.factorization.compose_multiply_adds(layer.weight_shape, 16)
+        assert layer.multiply_adds(batch) + composing == multiply_adds_of(lambda: layer(batch))
+        layer.compute, layer.training = "auto", False
+        assert layer.contracts(batch) is (dtype == torch.bfloat16)
 
 
 def test_contraction_that_does_not_exist_is_refused():

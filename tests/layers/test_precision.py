@@ -9,7 +9,20 @@ import torch
 from torch import nn
 from torch.nn.utils import parametrizations
 
-from lightning_lowrank.layers import MatrixProduct, convert, recover
+from lightning_lowrank.layers import (
+    CP,
+    LowRankConv2d,
+    MatrixProduct,
+    add_frobenius_decay,
+    convert,
+    dense_state_dict,
+    frobenius_norm_squared,
+    frobenius_penalty,
+    low_rank_layers,
+    merge,
+    recover,
+)
+from tests.helpers import assert_same
 
 
 class Encoder(nn.Module):
@@ -77,6 +90,52 @@ def test_factors_that_are_the_weight_itself(compute, keep):
     dense = recover(copy.deepcopy(model))
     assert {p.dtype for p in dense.parameters()} == {torch.bfloat16}
     torch.testing.assert_close(dense(tokens), output, rtol=0.05, atol=0.02)
+
+
+@pytest.mark.parametrize("role", ["update", "weight"])
+def test_autocast_rounds_no_weight_that_is_kept(role):
+    def kept():
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(16, 16), nn.MultiheadAttention(16, 2))
+        conversion = convert(model, MatrixProduct(), rank=4, role=role)
+        found = {"error": torch.tensor([layer.error or 0.0 for layer in conversion.layers])}
+        found |= LowRankConv2d.from_dense(nn.Conv2d(6, 6, 3), CP(), 2, role="weight").state_dict()
+        layers = dict(low_rank_layers(model))
+        for name, layer in layers.items():
+            for factor in layer.factors.values():
+                factor.detach().normal_()
+            found[f"{name} norm"] = frobenius_norm_squared(layer).detach()
+        found["penalty"] = frobenius_penalty(model, 0.1).detach()
+        add_frobenius_decay(model, 0.1)
+        found |= {f"{name} decay": layer.factors["V"].grad for name, layer in layers.items()}
+        found |= dense_state_dict(model.state_dict(), conversion.specs)
+        merge(model)
+        found |= {f"{name} merged": layer.merged_weight for name, layer in layers.items()}
+        if role == "update":
+            for name, layer in layers.items():
+                layer.fold()
+                found[f"{name} folded"] = layer.frozen_weight.detach().clone()
+        found |= {f"recovered {name}": value for name, value in recover(model).state_dict().items()}
+        return found
+
+    expected = kept()
+    with torch.autocast("cpu", torch.bfloat16):
+        assert_same(kept(), expected)
+
+
+@pytest.mark.parametrize("settings", [{"half_frozen": True}, {"decouple": True}], ids=str)
+def test_fixed_factors_of_16_bits_beside_trained_ones_of_32(settings):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(16, 16)).bfloat16()
+    conversion = convert(model, MatrixProduct(), rank=2, role="weight", freeze_rest=True, **settings)
+    layer = model[0]
+    assert {layer.factors["V"].dtype, *(f.dtype for f in layer.fixed.values())} == {torch.float32, torch.bfloat16}
+    torch.testing.assert_close(frobenius_penalty(model, 2.0), layer.update().square().sum())
+    add_frobenius_decay(model, 2.0)
+    (slope,) = torch.autograd.grad(layer.update().square().sum(), layer.factors["V"])
+    torch.testing.assert_close(layer.factors["V"].grad, slope)
+    dense = dense_state_dict(model.state_dict(), conversion.specs)
+    assert torch.equal(dense["0.weight"].bfloat16(), recover(model)[0].weight)
 
 
 def test_a_small_step_is_kept():

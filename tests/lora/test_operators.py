@@ -450,6 +450,15 @@ def test_fedsa_leaves_b_with_its_client():
         torch.testing.assert_close(received.A, rows[: pair.rank])
 
 
+@pytest.mark.parametrize("operator", [FLoRA(), CoLR()], ids=repr)
+def test_a_default_device_changes_no_draw(operator):
+    expected = operator.fresh((4, 3), 2)
+    with torch.device("meta"):
+        drawn = operator.fresh((4, 3), 2)
+    assert torch.equal(drawn.B, expected.B)
+    assert torch.equal(drawn.A, expected.A)
+
+
 def test_clients_of_smaller_rank_lack_only_their_slots_of_fedex():
     pairs = clients_of(FedEx(), MIXED)
     result = run(FedEx(), pairs)

@@ -4,6 +4,7 @@ import pytest
 import torch
 from torch import nn
 
+from lightning_lowrank.layers import MatrixProduct, convert
 from lightning_lowrank.optim import ProjectedSGD, projected_parameter_groups
 
 
@@ -49,6 +50,14 @@ def test_groups_take_weights_of_linear_layers_and_convolutions():
         optimizer.step()
     assert optimizer.projection(model.stem.weight).shape == (20, 3)
     assert optimizer.projection(model.encoder[1].weight) is None
+
+
+def test_the_factors_of_an_embedding_are_not_projected():
+    model = nn.Sequential(nn.Embedding(20, 8), nn.Linear(8, 8))
+    convert(model, MatrixProduct(), rank=2, role="weight")
+    projected, rest = names_of(model, projected_parameter_groups(model, 2))
+    assert projected == {"1.factors.U", "1.factors.V"}
+    assert rest == {"0.factors.U", "0.factors.V", "1.bias"}
 
 
 def test_a_parametrized_embedding_is_not_projected():

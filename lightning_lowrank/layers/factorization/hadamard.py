@@ -195,7 +195,8 @@ class Hadamard(Factorization):
         factors = {name: factor.clone() for name, factor in start.items()}
         for name, factor in factors.items():
             if name[1] == "2":
-                noise = torch.randn(factor.shape, generator=generator("Hadamard", "decompose", name))
+                draws = generator("Hadamard", "decompose", name)
+                noise = torch.randn(factor.shape, generator=draws, device="cpu")
                 factor.mul_(1 + 0.3 * noise.to(factor))
             factor.requires_grad_()
         optimizer = torch.optim.LBFGS(

@@ -385,7 +385,7 @@ class CoLR(Operator):
         rows, length = shape
         side = length if self.trained_factor == "B" else rows
         # Column by column, so that the first columns do not depend on the number of columns.
-        columns = [torch.randn(side, generator=draws, dtype=torch.float64) for _ in range(rank)]
+        columns = [torch.randn(side, generator=draws, dtype=torch.float64, device="cpu") for _ in range(rank)]
         basis = haar_basis(torch.stack(columns, dim=1))
         if self.trained_factor == "B":
             return basis.new_zeros(rows, rank), basis.T
