@@ -303,7 +303,7 @@ class TrainedFlags:
 class Isolation:
     """Keeps the changes that one client's steps make to the module away from the next client.
 
-    - Buffers outside of the state dict get their values at the start of the fit back.
+    - Buffers outside of the state dict get their values at the start of the round back.
     - Buffers of the state dict that get their first value in a step of the first two clients are refused. Others count
       as attributes.
     - A buffer that is replaced by assignment is filled in place instead, so that sending and loading reach it.
@@ -326,10 +326,8 @@ class Isolation:
     def __init__(self, trainer: Any, stacked: bool) -> None:
         self._trainer, self._stacked = trainer, stacked
         self._module: pl.LightningModule = trainer.lightning_module
-        sent = {id(value) for value in trained_tensors(self._module).values()}
-        buffers = list(_buffers(self._module))
-        self._sent = [] if stacked else [each for each in buffers if id(each.tensor) in sent]
-        self._not_sent = [(each, each.tensor.detach().clone()) for each in buffers if id(each.tensor) not in sent]
+        self._sent: list[_Buffer] = []
+        self._not_sent: list[tuple[_Buffer, Tensor]] = []
         self._rewritten: set[str] = set()
         self._named: set[str] = set()
         self.suspects: list[str] = []
@@ -338,8 +336,12 @@ class Isolation:
         self._to_watch = _WATCHED_CLIENTS
 
     def begin_round(self) -> None:
-        """Look up the parameters that are frozen in this round."""
+        """Look up the frozen parameters and the buffers, which hooks before the round may have registered or set."""
         self._frozen = frozen_parameters(self._module)
+        sent = {id(value) for value in trained_tensors(self._module).values()}
+        buffers = list(_buffers(self._module))
+        self._sent = [] if self._stacked else [each for each in buffers if id(each.tensor) in sent]
+        self._not_sent = [(each, each.tensor.detach().clone()) for each in buffers if id(each.tensor) not in sent]
 
     def begin_client(self) -> None:
         """Restore shared state before a client's first step, and start watching for changes."""
@@ -403,7 +405,7 @@ class Isolation:
 
     @torch.no_grad()
     def put_back(self) -> None:
-        """Restore the initial values of buffers outside of the state dict."""
+        """Restore the values at the start of the round of buffers outside of the state dict."""
         for buffer, value in self._not_sent:
             if not buffer.is_in_place or memory_fingerprint(buffer.tensor) != buffer.version:
                 buffer.put_back()

@@ -558,6 +558,32 @@ def test_is_the_mean_of_clients_trained_alone(kind, own):
     assert all(parameter.requires_grad for parameter in module.parameters())
 
 
+class Halved(Base):
+    def scale(self, batch_idx):
+        return 0.5
+
+
+@pytest.mark.parametrize("execution", ["sequential", "vectorized"])
+@pytest.mark.parametrize(("persistent", "assigned"), [(True, True), (False, True), (False, False)])
+def test_a_buffer_that_a_hook_sets_before_a_round_has_that_value_in_its_steps(persistent, assigned, execution):
+    class Annealed(Base):
+        def __init__(self):
+            super().__init__()
+            self.register_buffer("factor", torch.ones(()), persistent=persistent)
+
+        def on_train_epoch_start(self):
+            if assigned:
+                self.factor = self.factor * 0.5
+            else:
+                self.factor.mul_(0.5)
+
+        def scale(self, batch_idx):
+            return self.factor
+
+    annealed = federated(Annealed, execution=execution).net.state_dict()
+    torch.testing.assert_close(annealed, federated(Halved).net.state_dict())
+
+
 @pytest.mark.parametrize(("interval", "execution"), [(1.0, "sequential"), (2, "sequential"), (1.0, "vectorized")])
 @pytest.mark.parametrize("objective", [None, MaskAbsentClasses("net", classes=4)], ids=["loss", "objective"])
 def test_a_validation_may_use_the_training_step(execution, interval, objective):
