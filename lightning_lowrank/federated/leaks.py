@@ -318,8 +318,7 @@ class Isolation:
 
     Attributes:
         suspects: Names of the module's attributes that clients have changed.
-        shadows: The names among them of tensors that are changed in place and have a parameter's shape, as moving
-            averages are.
+        shadows: The names among them of tensors that have a trained parameter's shape, as moving averages do.
         watched: Number of clients that have ended of those whose attributes are compared.
     """
 
@@ -373,7 +372,8 @@ class Isolation:
                     " param_groups."
                 )
             self.suspects += names
-            shapes = {value.shape for value in self._module.parameters() if value.requires_grad}
+            # One number of that shape is rather a mean loss.
+            shapes = {each.shape for each in self._module.parameters() if each.requires_grad and each.numel() > 1}
             self.shadows += [name for name, shape in self._attributes.averages() if shape in shapes]
             self._to_watch -= 1
             self.watched += 1
@@ -487,12 +487,13 @@ class _Attributes:
         return [as_code(name).split(".", 1)[1] for name in sorted(outer)]
 
     def averages(self) -> Iterator[tuple[str, torch.Size]]:
-        """Names and shapes of floating-point tensors that were changed in place."""
+        """Names and shapes of floating-point tensors that were changed in place, or replaced by others of the shape."""
         rewritten, present = {*self._tensors.changed()}, self._present()
         tensors: dict[str, Any] = {name: value for (name, kind), value in self._values.items() if kind is Tensor}
         for name, value in sorted(tensors.items()):
-            same = name in rewritten and present.get((name, Tensor)) is value
-            if same and isinstance(value, Tensor) and value.is_floating_point():
+            now = present.get((name, Tensor))
+            same = isinstance(now, Tensor) and now.shape == value.shape and value.is_floating_point()
+            if same and _differs(value, now, name in rewritten):
                 yield as_code(name).split(".", 1)[1], value.shape
 
     def _present(self) -> dict[tuple[str, type], Any]:

@@ -344,6 +344,64 @@ class Shadowed(Base):
         return 1.0
 
 
+class ReplacedShadow(Shadowed):
+    """Has a moving average that no step reads, as a new tensor after each batch."""
+
+    def scale(self, batch_idx):
+        return 1.0
+
+    def on_train_batch_end(self, outputs, batch, batch_idx):
+        pairs = zip(self.shadow.values, self.parameters(), strict=True)
+        self.shadow.values = [(0.999 * value + 0.001 * own.detach()).clone() for value, own in pairs]
+
+
+class ShadowOfOptimizerSteps(ReplacedShadow):
+    on_train_batch_end = pl.LightningModule.on_train_batch_end
+
+    def optimizer_step(self, *arguments, **keywords):
+        super().optimizer_step(*arguments, **keywords)
+        ReplacedShadow.on_train_batch_end(self, None, None, 0)
+
+
+class MomentumByHand(Base):
+    def __init__(self):
+        super().__init__()
+        self.momentum = torch.zeros_like(self.net.weight)
+
+    def on_before_optimizer_step(self, optimizer):
+        self.momentum = 0.9 * self.momentum + self.net.weight.grad
+        self.net.weight.grad.copy_(self.momentum)
+
+
+class Copying(Base):
+    """Keeps copies of parameters and gradients, and the mean of a loss with the shape of a parameter."""
+
+    def __init__(self):
+        super().__init__()
+        self.temperature = nn.Parameter(torch.ones(()))
+        self.mean = torch.zeros(())
+        self.start, self.last = torch.zeros_like(self.net.weight), torch.zeros_like(self.net.weight)
+
+    def training_step(self, batch, batch_idx):
+        loss = super().training_step(batch, batch_idx)
+        self.mean = 0.9 * self.mean + 0.1 * loss.detach()
+        return loss
+
+    def scale(self, batch_idx):
+        if batch_idx == 0:
+            self.start.copy_(self.net.weight.detach())
+        return self.temperature
+
+    def on_after_backward(self):
+        self.gradient = self.net.weight.grad.clone()
+
+    def on_before_zero_grad(self, optimizer):
+        self.bias = self.net.bias.detach().clone()
+
+    def on_train_batch_end(self, outputs, batch, batch_idx):
+        self.last = self.net.weight.detach().clone()
+
+
 class Remembering(Base):
     """Keeps what is no client's: what it makes once, what is of one step, metrics, and the trainer's optimizer."""
 
@@ -647,6 +705,9 @@ def test_patterns_of_other_parameters_are_refused(patterns, said):
         (Unset, "attributes of the module: mean"),
         (Registered, "attributes of the module: mean"),
         (Shadowed, r"attributes of the module: shadow\.values\.0"),
+        (ReplacedShadow, r"attributes of the module: shadow\.values\.0, shadow\.values\.1"),
+        (ShadowOfOptimizerSteps, r"attributes of the module: shadow\.values"),
+        (MomentumByHand, "attributes of the module: momentum"),
         (WarmUp, "attributes of the module: steps"),
         (OddSteps, "attributes of the module: steps"),
         (CountingByHand, "attributes of the module: steps"),
@@ -736,6 +797,7 @@ def test_nothing_is_said_of_what_no_client_leaves():
     with warnings.catch_warnings():
         warnings.filterwarnings("error", message="training changes|steps change")
         federated(Remembering, on_client_error="raise")
+        federated(Copying, on_client_error="raise")
         federated(WithCounted, on_client_error="raise")
         federated(WithAround, on_client_error="raise")
         federated(Base, on_client_error="raise", execution="vectorized")
