@@ -74,7 +74,8 @@ def inspect_run(
         - ``notes``: what to know about the module in rounds, and what could not be checked.
 
     Raises:
-        MisconfigurationException: If ``lowrank`` cannot convert the module, as with a budget below its floor.
+        MisconfigurationException: If ``lowrank`` cannot convert the module, as with a budget below its floor, or if
+            ``configure_model`` cannot run without a trainer.
 
     Example:
         >>> from lightning_lowrank import FedAvg, FederatedLoop, LowRank, MatrixProduct
@@ -84,8 +85,7 @@ def inspect_run(
         >>> figures["parameters"]
         {'dense': 2410, 'model': 2686, 'trainable': 318}
     """
-    if is_overridden("configure_model", module):
-        module.configure_model()
+    make_layers(module)
     dense = sum(parameter.numel() for parameter in module.parameters())
     report = {} if lowrank is None else {layer.name: layer for layer in lowrank.convert(module).layers}
     problems: list[str] = []
@@ -144,6 +144,24 @@ def inspect_run(
         "problems": problems,
         "notes": remarks,
     }
+
+
+def make_layers(module: pl.LightningModule) -> None:
+    """Call the module's ``configure_model``, if it has one, without a trainer.
+
+    Raises:
+        MisconfigurationException: If that fails.
+    """
+    if not is_overridden("configure_model", module):
+        return
+    try:
+        module.configure_model()
+    except Exception as error:
+        name, problem = type(module).__name__, f"{type(error).__name__}: {error}".rstrip(".")
+        raise MisconfigurationException(
+            f"configure_model() of {name} does not run without a trainer and its data: {problem}."
+            f" Let {name} make its layers from arguments of __init__(), such as num_classes, which a recipe can give."
+        ) from error
 
 
 def render(figures: dict[str, Any], console: Console) -> None:

@@ -53,7 +53,7 @@ from lightning_lowrank.callbacks.lowrank import LowRank
 from lightning_lowrank.callbacks.round_pictures import RoundPictures, shows_pictures
 from lightning_lowrank.callbacks.round_progress import RoundProgress
 from lightning_lowrank.cli import recipes
-from lightning_lowrank.cli.inspection import inspect_run, render
+from lightning_lowrank.cli.inspection import inspect_run, make_layers, render
 from lightning_lowrank.cli.lightning_messages import only_warnings
 from lightning_lowrank.cli.suggestions import with_suggestions
 from lightning_lowrank.extras import how_to_install
@@ -526,6 +526,5 @@ def build_module(configs: Sequence[str]) -> pl.LightningModule:
     here = ("--trainer.accelerator=cpu", "--trainer.devices=1", "--trainer.strategy=auto", "--trainer.logger=false")
     words = [word for config in configs for word in ("--config", config)]
     module = BuiltCLI(**CLI_SETTINGS, args=["fit", *words, *here, "--ckpt_path=null", "--quiet"]).model
-    if is_overridden("configure_model", module):
-        module.configure_model()
+    make_layers(module)
     return module

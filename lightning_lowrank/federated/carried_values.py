@@ -23,7 +23,7 @@ from torchmetrics import Metric, MetricCollection
 
 from lightning_lowrank.arguments import join_names
 from lightning_lowrank.federated.execution.snapshot import Snapshot
-from lightning_lowrank.federated.leaks import names_of_lightning, reachable, set_for_clients
+from lightning_lowrank.federated.leaks import as_code, names_of_lightning, reachable, set_for_clients
 from lightning_lowrank.federated.state import trained_tensors
 from lightning_lowrank.internals.advance import loss_of
 from lightning_lowrank.internals.lightning import overrides, with_counter
@@ -32,6 +32,8 @@ from lightning_lowrank.internals.torch import version_of
 
 _MOST_COPIED = 2**22
 """Most numbers of a tensor of which a copy is kept."""
+_OF_OPTIMIZERS = ("on_before_optimizer_step", "on_before_zero_grad")
+"""Hooks that are given an optimizer, in which modules keep gradients or momentum of their own."""
 _MANY_STEPS = 1000
 """Factor by which counters are advanced, so that a step tells of a warm-up that no client has reached yet."""
 
@@ -67,7 +69,7 @@ class CarriedValues:
 
         A moving average that no step reads is named, too: a validation or a checkpoint may.
         """
-        named = names if names and self._reach(batch) else shadows
+        named = names if names and self._reach(batch) else self._kept(shadows, batch)
         if named:
             rank_zero_warn(
                 f"training changes attributes of the module: {join_names(named)}. Their values pass from one client to"
@@ -93,13 +95,37 @@ class CarriedValues:
 
         return self._differ(batch, [self._put_back, lambda: None, *([begin_with_far] if far else [])])
 
+    def _kept(self, names: Sequence[str], batch: Any) -> Sequence[str]:
+        """The tensors among attributes whose values after a client's first step depend on those before it.
+
+        A copy of parameters or gradients does not. A step that cannot be tried counts as dependent.
+        """
+        ends: list[dict[str, Tensor]] = []
+
+        def end() -> None:
+            module = self._module
+            if overrides(module, "on_after_backward"):
+                module.on_after_backward()
+            for optimizer in self._trainer.optimizers:
+                for hook in (each for each in _OF_OPTIMIZERS if overrides(module, each)):
+                    getattr(module, hook)(optimizer)
+            found = {as_code(name).split(".", 1)[-1]: item for name, item in reachable("self", module)}
+            ends.append({name: found[name].clone() for name in names})
+
+        if names:
+            self._differ(batch, [self._put_back, lambda: None], end)
+        if len(ends) < 2:
+            return names
+        return [name for name, value in ends[0].items() if not torch.equal(value, ends[1][name])]
+
     def counter_reaches(self, counter: str, batch: Any) -> bool:
         """Whether a step on ``batch`` depends on ``global_step`` or ``total_batch_idx``; larger ones are tried too."""
         with with_counter(self._trainer, counter) as (now, set_to):
             tried = (0, now, _MANY_STEPS * now + 1)
             return self._differ(batch, [lambda number=number: set_to(number) for number in tried])
 
-    def _differ(self, batch: Any, ways: list[Any]) -> bool:
+    def _differ(self, batch: Any, ways: list[Any], end: Callable[[], None] = lambda: None) -> bool:
+        """Whether steps on ``batch`` differ after one of ``ways`` to begin; ``end`` is called after each step."""
         gradients = [(value, value.grad) for value in self._module.parameters()]
         try:
             schedulers = [config.scheduler for config in self._trainer.lr_scheduler_configs]
@@ -112,6 +138,7 @@ class CarriedValues:
                 begin()
                 with self._unseen(), isolate_rng():
                     found = self._step(batch)
+                    end()
                 snapshot.restore()
                 if first is not None and _differ(first, found):
                     return True

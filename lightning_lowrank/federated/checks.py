@@ -225,6 +225,27 @@ def check_followed(
         )
 
 
+def check_buffers(base: Base, number: int, live: Mapping[str, Tensor]) -> None:
+    """Refuse a round whose module lacks a persistent buffer of earlier rounds, or has it in another shape.
+
+    Args:
+        base: The base, with the buffers of earlier rounds.
+        number: Number of the round.
+        live: The live trained parameters and persistent buffers.
+
+    Raises:
+        MisconfigurationException: If there is such a buffer.
+    """
+    for name, before in base.initial_buffers.items():
+        now = list(live[name].shape) if name in live else None
+        if now != list(before.shape):
+            raise MisconfigurationException(
+                f"the buffer {name} had shape {list(before.shape)} in earlier rounds, and"
+                f" {'is missing' if now is None else f'has shape {now}'} in round {number}: register it in __init__ or"
+                " setup() and keep its shape, or register it with persistent=False."
+            )
+
+
 def check_factor_gradients(
     module: nn.Module, gradient_of: Callable[[str, Tensor], Tensor | None], among: Iterable[Tensor] | None = None
 ) -> None:

@@ -101,6 +101,7 @@ class Coordinator(Exchange):
     def begin_round(self, plan: RoundPlan, live: Mapping[str, Tensor], idle: int) -> None:
         server = self.server
         server.round, server.cohort = plan.round, plan.clients
+        self.follow_buffers(live)
         self._follow(server.base.parameters(live))
         server.sync_with_module(live, shown=server.model)
         self.answers.begin_round()

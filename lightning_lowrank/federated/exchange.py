@@ -17,13 +17,13 @@ from typing import Any, TypeVar
 from torch import Tensor
 
 from lightning_lowrank.compression import Packet
-from lightning_lowrank.federated.checks import check_rule
+from lightning_lowrank.federated.checks import check_buffers, check_rule
 from lightning_lowrank.federated.client_optimizers import ClientOptimizers
 from lightning_lowrank.federated.client_states import ClientStates
 from lightning_lowrank.federated.clock import Clock
 from lightning_lowrank.federated.data.planner import RoundPlan
 from lightning_lowrank.federated.failures import Answers, NotFiniteError, first_non_finite
-from lightning_lowrank.federated.ledger import Ledger
+from lightning_lowrank.federated.ledger import Ledger, dense_bytes
 from lightning_lowrank.federated.messages import Message
 from lightning_lowrank.federated.privacy.mean import Drawing, PrivateMean
 from lightning_lowrank.federated.protocols import UnequalClients
@@ -123,6 +123,22 @@ class Exchange(ABC):
     def notes(self, trainer: Any) -> list[str]:
         """Notes for the user on the global model's behaviour with this method, one sentence each."""
         return []
+
+    def follow_buffers(self, live: Mapping[str, Tensor]) -> None:
+        """Count as buffers those that hooks have registered since the setup; call it first in a round.
+
+        Args:
+            live: The live trained parameters and persistent buffers.
+
+        Raises:
+            MisconfigurationException: If a buffer of earlier rounds is gone or has another shape.
+        """
+        base = self.server.base
+        check_buffers(base, self.server.round, live)
+        new = base.remember_buffers()
+        if new:
+            self.infinite |= {name: value for name, value in new.items() if first_non_finite({name: value})}
+            self.ledger.dense_bytes = dense_bytes(base.module)
 
     # Methods that reach the server
 

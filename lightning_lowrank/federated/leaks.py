@@ -303,7 +303,7 @@ class TrainedFlags:
 class Isolation:
     """Keeps the changes that one client's steps make to the module away from the next client.
 
-    - Buffers outside of the state dict get their values at the start of the fit back.
+    - Buffers outside of the state dict get their values at the start of the round back.
     - Buffers of the state dict that get their first value in a step of the first two clients are refused. Others count
       as attributes.
     - A buffer that is replaced by assignment is filled in place instead, so that sending and loading reach it.
@@ -318,18 +318,15 @@ class Isolation:
 
     Attributes:
         suspects: Names of the module's attributes that clients have changed.
-        shadows: The names among them of tensors that are changed in place and have a parameter's shape, as moving
-            averages are.
+        shadows: The names among them of tensors that have a trained parameter's shape, as moving averages do.
         watched: Number of clients that have ended of those whose attributes are compared.
     """
 
     def __init__(self, trainer: Any, stacked: bool) -> None:
         self._trainer, self._stacked = trainer, stacked
         self._module: pl.LightningModule = trainer.lightning_module
-        sent = {id(value) for value in trained_tensors(self._module).values()}
-        buffers = list(_buffers(self._module))
-        self._sent = [] if stacked else [each for each in buffers if id(each.tensor) in sent]
-        self._not_sent = [(each, each.tensor.detach().clone()) for each in buffers if id(each.tensor) not in sent]
+        self._sent: list[_Buffer] = []
+        self._not_sent: list[tuple[_Buffer, Tensor]] = []
         self._rewritten: set[str] = set()
         self._named: set[str] = set()
         self.suspects: list[str] = []
@@ -338,8 +335,12 @@ class Isolation:
         self._to_watch = _WATCHED_CLIENTS
 
     def begin_round(self) -> None:
-        """Look up the parameters that are frozen in this round."""
+        """Look up the frozen parameters and the buffers, which hooks before the round may have registered or set."""
         self._frozen = frozen_parameters(self._module)
+        sent = {id(value) for value in trained_tensors(self._module).values()}
+        buffers = list(_buffers(self._module))
+        self._sent = [] if self._stacked else [each for each in buffers if id(each.tensor) in sent]
+        self._not_sent = [(each, each.tensor.detach().clone()) for each in buffers if id(each.tensor) not in sent]
 
     def begin_client(self) -> None:
         """Restore shared state before a client's first step, and start watching for changes."""
@@ -371,7 +372,8 @@ class Isolation:
                     " param_groups."
                 )
             self.suspects += names
-            shapes = {value.shape for value in self._module.parameters() if value.requires_grad}
+            # One number of that shape is rather a mean loss.
+            shapes = {each.shape for each in self._module.parameters() if each.requires_grad and each.numel() > 1}
             self.shadows += [name for name, shape in self._attributes.averages() if shape in shapes]
             self._to_watch -= 1
             self.watched += 1
@@ -403,7 +405,7 @@ class Isolation:
 
     @torch.no_grad()
     def put_back(self) -> None:
-        """Restore the initial values of buffers outside of the state dict."""
+        """Restore the values at the start of the round of buffers outside of the state dict."""
         for buffer, value in self._not_sent:
             if not buffer.is_in_place or memory_fingerprint(buffer.tensor) != buffer.version:
                 buffer.put_back()
@@ -485,12 +487,13 @@ class _Attributes:
         return [as_code(name).split(".", 1)[1] for name in sorted(outer)]
 
     def averages(self) -> Iterator[tuple[str, torch.Size]]:
-        """Names and shapes of floating-point tensors that were changed in place."""
+        """Names and shapes of floating-point tensors that were changed in place, or replaced by others of the shape."""
         rewritten, present = {*self._tensors.changed()}, self._present()
         tensors: dict[str, Any] = {name: value for (name, kind), value in self._values.items() if kind is Tensor}
         for name, value in sorted(tensors.items()):
-            same = name in rewritten and present.get((name, Tensor)) is value
-            if same and isinstance(value, Tensor) and value.is_floating_point():
+            now = present.get((name, Tensor))
+            same = isinstance(now, Tensor) and now.shape == value.shape and value.is_floating_point()
+            if same and _differs(value, now, name in rewritten):
                 yield as_code(name).split(".", 1)[1], value.shape
 
     def _present(self) -> dict[tuple[str, type], Any]:

@@ -137,7 +137,8 @@ class FederatedLoop(FederatedSettings, Callback):
         MisconfigurationException: If an argument is out of range, the training loader cannot be divided among clients,
             a trained parameter is in no optimizer, or another callback would read a client's weights as the
             global model's. In a round, if other parameters are trained than before and the method cannot follow
-            (`Claims.trained_set_may_change`). At the end, if no client has made a step.
+            (`Claims.trained_set_may_change`), or if a persistent buffer is missing or has another shape. At the end, if
+            no client has made a step.
 
     Example:
         >>> from lightning_lowrank import Dirichlet, FedAvg, FederatedLoop

@@ -246,6 +246,7 @@ class Rounds(OfTheRun):
         self._isolation.begin_round()
         server = self.exchange.server
         server.sync_with_module(execution.live, shown=server.model)
+        self.exchange.follow_buffers(execution.live)
         self._reopened = True
 
     def _begin_round(self) -> None:

@@ -60,6 +60,7 @@ class SiteExchange(Exchange):
     def begin_round(self, plan: RoundPlan, live: Mapping[str, Tensor], idle: int) -> None:
         base = self.server.base
         self.server.round, self.server.cohort = plan.round, plan.clients
+        self.follow_buffers(live)
         for data in self.broadcasts(plan.round):
             decoded = move_data_to_device(self.wire.decode_down(base, data), base.device)
             # Sort names in the module's order, because methods may draw random numbers tensor by tensor.

@@ -65,7 +65,7 @@ class Base:
         seed: Seed of the experiment, from which a method derives its own.
         buffer_policy: The treatment of the module's persistent buffers.
         optimizers: The trainer's optimizers, with which clients step.
-        initial_buffers: The persistent buffers' values before the first round, by name.
+        initial_buffers: The persistent buffers' values before their first round, by name.
         clients: Number of clients of the experiment, including clients that cannot be drawn.
         state: The method's state on the server and on all clients between rounds. ``state["folded"]`` says that frozen
             weights have changed: the trained tensors are then only a part of the learnt ones.
@@ -84,10 +84,12 @@ class Base:
         """The device of the module's parameters."""
         return next(self.module.parameters()).device
 
-    def remember_buffers(self) -> None:
-        """Save the persistent buffers' values as the initial ones, unless saved already."""
-        if not self.initial_buffers:
-            self.initial_buffers = {name: value.clone() for name, value in persistent_buffers(self.module).items()}
+    def remember_buffers(self) -> dict[str, Tensor]:
+        """Save the values of persistent buffers that are new as their initial ones, and return them by name."""
+        present = persistent_buffers(self.module).items()
+        new = {name: value.clone() for name, value in present if name not in self.initial_buffers}
+        self.initial_buffers.update(new)
+        return new
 
     @torch.no_grad()
     def fold(self, name: str, weight: Tensor, change: Tensor) -> None:

@@ -474,6 +474,15 @@ def test_a_module_that_builds_itself_in_configure_model():
     assert [layer["rank"] for layer in figures["layers"]] == [None, 1, 1]
 
 
+def test_layers_that_need_a_trainer_are_refused():
+    class Late(Module):
+        def configure_model(self) -> None:
+            self.head = nn.Linear(4, self.trainer.datamodule.num_classes)
+
+    with pytest.raises(MisconfigurationException, match=r"configure_model\(\) of Late .*not attached .*__init__"):
+        inspect_run(Late())
+
+
 def test_an_impossible_conversion_is_refused():
     with pytest.raises(MisconfigurationException, match="budget"):
         inspect_run(Classifier(MLP(64, [32], 10)), LowRank(MatrixProduct(), budget=0.001))

@@ -344,6 +344,64 @@ class Shadowed(Base):
         return 1.0
 
 
+class ReplacedShadow(Shadowed):
+    """Has a moving average that no step reads, as a new tensor after each batch."""
+
+    def scale(self, batch_idx):
+        return 1.0
+
+    def on_train_batch_end(self, outputs, batch, batch_idx):
+        pairs = zip(self.shadow.values, self.parameters(), strict=True)
+        self.shadow.values = [(0.999 * value + 0.001 * own.detach()).clone() for value, own in pairs]
+
+
+class ShadowOfOptimizerSteps(ReplacedShadow):
+    on_train_batch_end = pl.LightningModule.on_train_batch_end
+
+    def optimizer_step(self, *arguments, **keywords):
+        super().optimizer_step(*arguments, **keywords)
+        ReplacedShadow.on_train_batch_end(self, None, None, 0)
+
+
+class MomentumByHand(Base):
+    def __init__(self):
+        super().__init__()
+        self.momentum = torch.zeros_like(self.net.weight)
+
+    def on_before_optimizer_step(self, optimizer):
+        self.momentum = 0.9 * self.momentum + self.net.weight.grad
+        self.net.weight.grad.copy_(self.momentum)
+
+
+class Copying(Base):
+    """Keeps copies of parameters and gradients, and the mean of a loss with the shape of a parameter."""
+
+    def __init__(self):
+        super().__init__()
+        self.temperature = nn.Parameter(torch.ones(()))
+        self.mean = torch.zeros(())
+        self.start, self.last = torch.zeros_like(self.net.weight), torch.zeros_like(self.net.weight)
+
+    def training_step(self, batch, batch_idx):
+        loss = super().training_step(batch, batch_idx)
+        self.mean = 0.9 * self.mean + 0.1 * loss.detach()
+        return loss
+
+    def scale(self, batch_idx):
+        if batch_idx == 0:
+            self.start.copy_(self.net.weight.detach())
+        return self.temperature
+
+    def on_after_backward(self):
+        self.gradient = self.net.weight.grad.clone()
+
+    def on_before_zero_grad(self, optimizer):
+        self.bias = self.net.bias.detach().clone()
+
+    def on_train_batch_end(self, outputs, batch, batch_idx):
+        self.last = self.net.weight.detach().clone()
+
+
 class Remembering(Base):
     """Keeps what is no client's: what it makes once, what is of one step, metrics, and the trainer's optimizer."""
 
@@ -558,6 +616,32 @@ def test_is_the_mean_of_clients_trained_alone(kind, own):
     assert all(parameter.requires_grad for parameter in module.parameters())
 
 
+class Halved(Base):
+    def scale(self, batch_idx):
+        return 0.5
+
+
+@pytest.mark.parametrize("execution", ["sequential", "vectorized"])
+@pytest.mark.parametrize(("persistent", "assigned"), [(True, True), (False, True), (False, False)])
+def test_a_buffer_that_a_hook_sets_before_a_round_has_that_value_in_its_steps(persistent, assigned, execution):
+    class Annealed(Base):
+        def __init__(self):
+            super().__init__()
+            self.register_buffer("factor", torch.ones(()), persistent=persistent)
+
+        def on_train_epoch_start(self):
+            if assigned:
+                self.factor = self.factor * 0.5
+            else:
+                self.factor.mul_(0.5)
+
+        def scale(self, batch_idx):
+            return self.factor
+
+    annealed = federated(Annealed, execution=execution).net.state_dict()
+    torch.testing.assert_close(annealed, federated(Halved).net.state_dict())
+
+
 @pytest.mark.parametrize(("interval", "execution"), [(1.0, "sequential"), (2, "sequential"), (1.0, "vectorized")])
 @pytest.mark.parametrize("objective", [None, MaskAbsentClasses("net", classes=4)], ids=["loss", "objective"])
 def test_a_validation_may_use_the_training_step(execution, interval, objective):
@@ -621,6 +705,9 @@ def test_patterns_of_other_parameters_are_refused(patterns, said):
         (Unset, "attributes of the module: mean"),
         (Registered, "attributes of the module: mean"),
         (Shadowed, r"attributes of the module: shadow\.values\.0"),
+        (ReplacedShadow, r"attributes of the module: shadow\.values\.0, shadow\.values\.1"),
+        (ShadowOfOptimizerSteps, r"attributes of the module: shadow\.values"),
+        (MomentumByHand, "attributes of the module: momentum"),
         (WarmUp, "attributes of the module: steps"),
         (OddSteps, "attributes of the module: steps"),
         (CountingByHand, "attributes of the module: steps"),
@@ -710,6 +797,7 @@ def test_nothing_is_said_of_what_no_client_leaves():
     with warnings.catch_warnings():
         warnings.filterwarnings("error", message="training changes|steps change")
         federated(Remembering, on_client_error="raise")
+        federated(Copying, on_client_error="raise")
         federated(WithCounted, on_client_error="raise")
         federated(WithAround, on_client_error="raise")
         federated(Base, on_client_error="raise", execution="vectorized")

@@ -89,8 +89,10 @@ def test_initial_buffers_are_remembered_once():
     base = Base(module, seed=0)
     base.remember_buffers()
     module[1].running_mean.add_(1)
-    base.remember_buffers()
+    module.register_buffer("late", torch.ones(2))
+    assert list(base.remember_buffers()) == ["late"]
     assert base.initial_buffers["1.running_mean"].tolist() == [0, 0, 0]
+    assert "late" not in base.parameters(trained_tensors(module))
 
 
 def test_the_server_adopts_what_others_have_changed():

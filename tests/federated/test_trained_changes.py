@@ -1,16 +1,19 @@
-"""What is trained changes from round to round: parameters that callbacks thaw, freeze or replace."""
+"""What is trained changes from round to round: parameters that hooks thaw, freeze or replace, and buffers."""
 
+import math
 from contextlib import nullcontext
+from copy import deepcopy
 
 import pytest
 import torch
-from lightning.pytorch.callbacks import Callback, ModelCheckpoint, ModelPruning
+from lightning.pytorch.callbacks import Callback, LambdaCallback, ModelCheckpoint, ModelPruning
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import nn
 
 from lightning_lowrank import (
     SCAFFOLD,
     BlockKronecker,
+    ClientPrivacy,
     FedAvg,
     FederatedLoop,
     FedMUD,
@@ -18,10 +21,11 @@ from lightning_lowrank import (
     LowRank,
     MatrixProduct,
     RandomMask,
+    Sign,
     TopK,
 )
 from lightning_lowrank.federated.state import trained_tensors
-from tests.helpers import Data, Module, Thaw, assert_same, fit, trainer, weights
+from tests.helpers import Data, Module, Thaw, assert_same, fit, network, trainer, weights
 
 
 class Heads(Module):
@@ -306,3 +310,96 @@ def test_what_is_thawed_within_a_round_is_refused(tmp_path, batch_of_thaw):
         MisconfigurationException, match=r"net.0.weight, net.0.bias is trained in a step but was frozen when"
     ):
         fit(trainer(tmp_path, loop()), module, Data())
+
+
+class Late(Module):
+    """Has class weights and a mask in buffers, which ``hook`` registers; ``None``: ``__init__`` does."""
+
+    strict_loading = False
+
+    def __init__(self, hook=None):
+        super().__init__()
+        if hook is None:
+            self.register()
+        else:
+            setattr(self, hook, self.register)
+
+    def register(self):
+        if not hasattr(self, "rates"):
+            self.register_buffer("rates", torch.arange(1.0, 5.0))
+            self.register_buffer("mask", torch.tensor([0.0, 0.0, 0.0, -math.inf]))
+
+    def loss(self, batch):
+        inputs, targets = batch
+        return nn.functional.cross_entropy(self.net(inputs) + self.mask.exp(), targets, weight=self.rates)
+
+
+@pytest.mark.parametrize(
+    ("hook", "settings"),
+    [
+        ("on_fit_start", {}),
+        ("on_train_epoch_start", {"buffers": "local"}),
+        pytest.param("on_train_start", {"execution": "vectorized", "buffers": "reset"}, marks=pytest.mark.slow),
+        pytest.param("on_fit_start", {"uplink": [Sign()]}, marks=pytest.mark.slow),
+        ("on_fit_start", {"weighting": "uniform", "privacy": ClientPrivacy(clip=1.0, noise_multiplier=1.0)}),
+    ],
+)
+def test_buffers_that_a_hook_registers_are_buffers(tmp_path, hook, settings):
+    runs = []
+    for module in (Late(), Late(hook)):
+        rounds = loop(**settings)
+        fit(trainer(tmp_path, rounds, max_epochs=2), module, Data())
+        runs.append((weights(module), rounds.ledger.state_dict()))
+    assert_same(runs[0][0], runs[1][0])
+    assert runs[0][1] == runs[1][1]
+
+
+def test_a_buffer_of_a_later_round_is_counted(tmp_path):
+    class Later(Late):
+        def on_train_epoch_start(self):
+            if self.current_epoch == 1:
+                self.register_buffer("more", torch.ones(500))
+
+    seen, rounds = Seen(), loop()
+    fit(trainer(tmp_path, rounds, seen), Later(), Data())
+    assert seen.ratios == [1, 1, 1]
+    assert rounds.server.base.initial_buffers["more"].tolist() == [1] * 500
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("buffers", ["average", "local"])
+def test_a_resumed_fit_registers_buffers_again(tmp_path, buffers):
+    whole = Late("on_fit_start")
+    saved = ModelCheckpoint(tmp_path, "{epoch}-{step}", save_top_k=-1, every_n_train_steps=5)
+    fit(trainer(tmp_path, loop(buffers=buffers), saved, max_epochs=2), whole, Data())
+    for file in tmp_path.glob("*.ckpt"):
+        resumed = Late("on_fit_start")
+        fit(trainer(tmp_path, loop(buffers=buffers), max_epochs=2), resumed, Data(), ckpt_path=file)
+        torch.testing.assert_close(resumed.state_dict(), whole.state_dict())
+
+
+def test_a_teacher_that_each_round_copies_may_have_buffers(tmp_path):
+    class Taught(Module):
+        def on_train_epoch_start(self):
+            self.teacher = deepcopy(self.net).eval().requires_grad_(False)
+
+        def loss(self, batch):
+            return super().loss(batch) + (self.net(batch[0]) - self.teacher(batch[0])).square().mean()
+
+    module = Taught(network(norm=nn.BatchNorm1d))
+    copies = []
+    keep = LambdaCallback(on_train_epoch_start=lambda run, _: copies.append(weights(module.net)))
+    fit(trainer(tmp_path, loop(), keep), module, Data(drop_last=True))
+    assert_same(weights(module.teacher), copies[-1])
+    assert not torch.equal(copies[-1]["1.running_mean"], copies[0]["1.running_mean"])
+
+
+@pytest.mark.parametrize(("now", "said"), [(None, "is missing"), (torch.ones(5), r"has shape \[5\]")])
+def test_a_buffer_that_a_hook_takes_or_resizes_is_refused(tmp_path, now, said):
+    class Resized(Late):
+        def on_train_epoch_start(self):
+            if self.current_epoch == 1:
+                self.rates = now
+
+    with pytest.raises(MisconfigurationException, match=rf"the buffer rates had shape \[4\] .*{said} in round 1"):
+        fit(trainer(tmp_path, loop()), Resized(), Data())

@@ -71,10 +71,18 @@ SETTINGS = {
     "a robust rule behind a lossy downlink": {
         "federated": {"aggregator": method("NormBound"), "downlink": [method("Quantize", bits=4)]}
     },
+    "class weights by the module's hook": {
+        "model": {**BASE["model"], "class_path": "tests.flower.helpers.Weighted"},
+        "federated": {"downlink": [method("Quantize", bits=4)]},
+    },
 }
 
 
-@nightly_except("batch normalisation, averaged-False", "learning rate by the module's hook-True")
+@nightly_except(
+    "batch normalisation, averaged-False",
+    "learning rate by the module's hook-True",
+    "class weights by the module's hook-True",
+)
 @pytest.mark.slow
 @pytest.mark.parametrize(("name", "fresh"), in_turn(SETTINGS, [False, True]))
 def test_settings_mean_what_they_mean_in_the_simulation(tmp_path, monkeypatch, name, fresh):
