@@ -6,6 +6,7 @@ import sys
 from concurrent.futures import Future
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -103,6 +104,19 @@ def test_the_rate_is_chosen_on_held_out_images_and_runs_are_made_once(table, run
     # A larger budget needs longer runs, and a further seed one more.
     call(table, tmp_path, "--budgets", "8", "--seeds", "0", "2", "--methods", "FedAvg")
     assert {(trial.seed, rounds) for trial, rounds in runs[count:] if not trial.searches} == {(0, 12), (2, 12)}
+
+
+def test_seeds_are_compared_after_the_same_bytes(table, tmp_path):
+    options = SimpleNamespace(seeds=[0, 1])
+    runs = table.Table(tmp_path / "RESULTS.json")
+    # The one run is evaluated in each round, and the other, which is longer, in every third.
+    curves = {seed: [[n * 1e6, 0.1 * n, 2.0 * n] for n in range(step, 9, step)] for seed, step in ((0, 1), (1, 3))}
+    for seed, curve in curves.items():
+        runs.content["runs"][f"fmnist | top-k | 0.1 | {seed}"] = {"rounds": 1, "curve": curve}
+    assert table._first_at(runs, "fmnist", "top-k", 0.55, options) == ["6.0", "12"]
+    assert table._first_at(runs, "fmnist", "top-k", 0.65, options) == ["", ""]
+    # The second has no figure before round 3.
+    assert table._first_at(runs, "fmnist", "top-k", 0.15, options) == ["3.0", "6"]
 
 
 def test_a_rate_at_the_end_of_the_grid_has_a_neighbour_tried(table, runs, monkeypatch, tmp_path):

@@ -34,6 +34,7 @@ import sys
 import tempfile
 import time
 import warnings
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor, as_completed
 from dataclasses import dataclass
@@ -397,6 +398,10 @@ def _accuracies(table: Table, setting: str, options: argparse.Namespace) -> Iter
     )
     yield "|---|---|---:|---:|" + "---:|---:|" * (len(shares) + len(TARGETS))
     rows: dict[str, tuple[float, str]] = {}
+    # Rows are in the order of a budget for which most methods were run, of several the middle one.
+    counts = Counter(share for trial, share in _final_of(table, setting, options) if table.ran(trial, share))
+    middle = shares[len(shares) // 2]
+    of_order = max(shares, key=lambda share: (counts[share], share == middle))
     for method in options.methods:
         if f"{setting} | {method}" not in table.content["bytes"]:
             continue
@@ -408,7 +413,7 @@ def _accuracies(table: Table, setting: str, options: argparse.Namespace) -> Iter
             trials = [Trial(setting, method, rate or 0.0, seed, False) for seed in seeds]
             values = [table.accuracy(trial, share) for trial in trials if table.ran(trial, share)]
             cells += [_spread(values, len(trials)), "" if rate is None else f"{rate:g}"]
-            if share == shares[len(shares) // 2]:
+            if share == of_order:
                 order = mean(value or 0.0 for value in values) if values else 0.0
         for target in TARGETS:
             cells += _first_at(table, setting, method, target, options)
@@ -443,12 +448,28 @@ def _first_at(table: Table, setting: str, method: str, target: float, options: a
         curves = [entry["curve"] for entry in runs if entry and "curve" in entry]
         if not curves or len(curves) < len(options.seeds):
             continue
-        for points in zip(*curves, strict=False):
-            if mean(point[1] for point in points) >= target:
-                found = mean(point[0] for point in points), mean(point[2] for point in points)
+        # A run that was made for a larger budget too is evaluated less often.
+        begin, end = max(curve[0][0] for curve in curves), min(curve[-1][0] for curve in curves)
+        for sent in sorted({point[0] for curve in curves for point in curve if begin <= point[0] <= end}):
+            points = [_at(curve, sent) for curve in curves]
+            if mean(accuracy for accuracy, _ in points) >= target:
+                found = sent, mean(seconds for _, seconds in points)
                 best = min(best, found) if best else found
                 break
     return ["", ""] if best is None else [f"{best[0] / 1e6:.1f}", f"{best[1]:,.0f}"]
+
+
+def _at(curve: Sequence[Sequence[float]], sent: float) -> tuple[float, float]:
+    """The accuracy and seconds of a curve at so many bytes, on the line between its points.
+
+    Example:
+        >>> _at([[10, 0.5, 1.0], [20, 0.7, 3.0]], 15)
+        (0.6, 2.0)
+    """
+    import numpy
+
+    bytes_, accuracy, seconds = zip(*curve, strict=True)
+    return float(numpy.interp(sent, bytes_, accuracy)), float(numpy.interp(sent, bytes_, seconds))
 
 
 def _searched(table: Table, options: argparse.Namespace) -> Iterable[str]:
