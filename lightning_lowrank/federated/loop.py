@@ -53,7 +53,12 @@ from lightning_lowrank.federated.data.sampling import NeedsPoissonBatches
 from lightning_lowrank.federated.data.training_set import RoundData
 from lightning_lowrank.federated.exchange import Exchange, Parts
 from lightning_lowrank.federated.execution.channels_last import in_validation
-from lightning_lowrank.federated.execution.processes import ClientParallelStrategy, SharedCoordinator, shared_by
+from lightning_lowrank.federated.execution.processes import (
+    ClientParallelStrategy,
+    SharedCoordinator,
+    check_processes,
+    shared_by,
+)
 from lightning_lowrank.federated.fingerprint import (
     check_same_experiment,
     fingerprint,
@@ -412,6 +417,10 @@ class FederatedLoop(FederatedSettings, Callback):
         if self._rounds.execution.validation_channels_last:
             self._restore.enter_context(in_validation(trainer, self._rounds.execution))
         self._fingerprint["execution"] = self._rounds.execution.name
+        if self._processes is not None:
+            described = {**self._fingerprint, "data": self._data.fingerprint()}
+            per_round = self._data.planner.clients_per_round
+            check_processes(self._processes, trainer, described, self.allow_changes, per_round)
         assert self._length is not None
         if self._length.outdated():
             trainer.strategy.setup_optimizers(trainer)

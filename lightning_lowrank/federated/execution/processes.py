@@ -31,13 +31,12 @@ from torch.nn.parameter import is_lazy
 from torchmetrics import Metric
 from typing_extensions import override
 
-from lightning_lowrank.federated.algorithm import Algorithm
 from lightning_lowrank.federated.client_optimizers import ClientOptimizers
 from lightning_lowrank.federated.client_states import flatten_state, unflatten_state
 from lightning_lowrank.federated.coordinator import Coordinator
 from lightning_lowrank.federated.data.planner import RoundPlan
-from lightning_lowrank.federated.data.training_set import RoundData
 from lightning_lowrank.federated.exchange import Parts
+from lightning_lowrank.federated.fingerprint import differences, is_within, shorten
 from lightning_lowrank.federated.messages import Message
 from lightning_lowrank.federated.protocols import inherits
 from lightning_lowrank.federated.stages import Arrival
@@ -288,19 +287,36 @@ def shared_by(trainer: Any) -> ClientParallelStrategy | None:
 
 
 def check_processes(
-    strategy: ClientParallelStrategy, trainer: Any, algorithm: Algorithm, seed: int, data: RoundData
+    strategy: ClientParallelStrategy,
+    trainer: Any,
+    fingerprint: Mapping[str, Any],
+    allowed: Sequence[str],
+    per_round: int,
 ) -> None:
-    """Refuse processes with different seeds, methods or partitions; report more processes than clients."""
-    assert data.indices is not None
-    mine = {"seed": seed, "method": repr(type(algorithm)), "partition": data.indices.digest()}
-    for rank, theirs in enumerate(strategy.gather(mine)):
-        for name, value in theirs.items():
-            if value != mine[name]:
-                raise MisconfigurationException(
-                    f"the {name} of process {rank} differs from that of process {trainer.global_rank}: give all"
-                    " processes the same data and arguments, with a seed for whatever is drawn."
-                )
-    per_round = data.planner.clients_per_round
+    """Refuse processes with different data or settings; report more processes than clients.
+
+    Args:
+        strategy: Connects the processes.
+        trainer: The trainer.
+        fingerprint: The settings and the data of this process.
+        allowed: Names of settings that may differ.
+        per_round: Number of clients in a round.
+    """
+    first, *others = strategy.gather(fingerprint)
+    for rank, theirs in enumerate(others, 1):
+        lines = [
+            f"  {name}: {shorten(values[0])} in process 0, {shorten(values[1])} in process {rank}"
+            for name, values in differences(first, theirs).items()
+            # None is the content of samples that differ at each reading.
+            if not (is_within(name, allowed) or (name == "data.content" and None in values))
+        ]
+        if lines:
+            raise MisconfigurationException(
+                "the processes have different data or settings:\n"
+                + "\n".join(lines)
+                + "\nGive all processes the same data and arguments, with a seed for whatever is drawn. A difference"
+                " without effect, such as a path, is allowed by its name: FederatedLoop(allow_changes=[...])."
+            )
     if trainer.world_size > per_round and trainer.is_global_zero:
         Console().print(
             f"client_parallel: {trainer.world_size} processes share rounds of {per_round} clients, so that"

@@ -10,6 +10,7 @@ import subprocess
 import sys
 import warnings
 from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from datetime import timedelta
 from pathlib import Path
 from types import SimpleNamespace
@@ -25,12 +26,13 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import Tensor
 
 from lightning_lowrank import ClientParallelStrategy, FedAvg, FederatedLoop
+from lightning_lowrank.federated.coordinator import Coordinator
 from lightning_lowrank.federated.data.planner import divide
 from tests.algorithms.methods import ARCHETYPES, METHODS
 from tests.federated.execution import parallel_runs
 from tests.federated.execution.parallel_runs import RUNS, UNEVEN, run
 from tests.federated.test_stage_pairs import POSSIBLE
-from tests.helpers import Module, trainer
+from tests.helpers import Data, Module, trainer
 
 QUICK = [
     "fedavg",
@@ -328,6 +330,29 @@ def test_takes_back_what_it_sets(tmp_path):
     run.strategy.teardown()
     assert run._accelerator_connector.use_distributed_sampler is True
     assert [*warnings.filters] == before
+
+
+@pytest.mark.parametrize(
+    ("allowed", "differing"),
+    [([], ["data.content", "participants"]), (["data"], ["participants"]), (["data", "participants"], [])],
+)
+def test_different_data_and_settings_are_refused(tmp_path, monkeypatch, allowed, differing):
+    def gather(mine):
+        if "participants" not in mine:
+            return [mine]
+        other = {**mine, "participants": [[0]], "data": {**mine["data"], "content": "other"}}
+        return [mine, mine, other]
+
+    monkeypatch.setattr("lightning_lowrank.federated.loop.shared_by", lambda _: SimpleNamespace(gather=gather))
+    monkeypatch.setattr("lightning_lowrank.federated.loop.SharedCoordinator", lambda _, __, parts: Coordinator(parts))
+    loop = FederatedLoop(FedAvg(), partition=UNEVEN, participants=[[1]], allow_changes=allowed, summary=False)
+    run = trainer(tmp_path, loop, max_epochs=1)
+    with pytest.raises(MisconfigurationException) if differing else nullcontext() as refused:
+        run.fit(Module(), Data())
+    if differing:
+        lines = [line.split(":")[0].strip() for line in str(refused.value).splitlines() if line.startswith("  ")]
+        assert sorted(lines) == differing
+        assert "in process 0, [[0]] in process 2" in str(refused.value)
 
 
 def test_is_known_by_its_name(tmp_path):
