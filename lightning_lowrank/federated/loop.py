@@ -395,8 +395,12 @@ class FederatedLoop(FederatedSettings, Callback):
             raise MisconfigurationException(
                 f"the last fit with this trainer ended inside round {self._progress.round} by an error or interrupt,"
                 " and the round's start is not kept: continue from a checkpoint, by trainer.fit(..., ckpt_path=...), or"
-                " begin a new run from the module's weights with another Trainer. The callback OnExceptionCheckpoint"
-                " saves a checkpoint in such a case."
+                " begin a new run from the module's weights with another Trainer."
+                + (
+                    " The callback OnExceptionCheckpoint saves a checkpoint in such a case."
+                    if not self._processes
+                    else ""
+                )
             )
         # A real site may continue: it keeps its privacy accounting in a file.
         elif private and self._released and self._rounds is None and self.make_exchange is Coordinator:

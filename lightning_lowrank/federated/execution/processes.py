@@ -20,7 +20,7 @@ import lightning.pytorch as pl
 import torch
 from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment
 from lightning.pytorch.accelerators import Accelerator
-from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.callbacks import ModelCheckpoint, OnExceptionCheckpoint, SpikeDetection
 from lightning.pytorch.plugins import Precision
 from lightning.pytorch.strategies import DDPStrategy, StrategyRegistry
 from lightning.pytorch.trainer.states import TrainerFn
@@ -70,7 +70,8 @@ class ClientParallelStrategy(DDPStrategy):
     - When a round has ended, ``global_step`` and the loggers' step are those of a single process. Inside a round they
       are the process's own. If clients step together, each process stacks its own clients, and counts the steps of
       these chunks.
-    - ``max_steps``, ``min_steps``, a ``val_check_interval`` in time, and checkpoints inside a round are refused.
+    - ``max_steps``, ``min_steps``, a ``val_check_interval`` in time, checkpoints inside a round, also of a fit that
+      fails, and `SpikeDetection` are refused.
     - Figures of an epoch, `torchmetrics.Metric` objects included, are those of all processes' clients; figures of a
       step are those of the first process. ``sync_dist`` has no effect.
     - Validation, test and prediction loaders are not divided: every process evaluates all samples, and has the same
@@ -254,6 +255,19 @@ def shared_by(trainer: Any) -> ClientParallelStrategy | None:
             " processes train different clients, or devices=1."
         )
     for callback in trainer.callbacks:
+        if isinstance(callback, SpikeDetection):
+            raise MisconfigurationException(
+                f"{type(callback).__name__} compares the processes' losses after each batch, and the"
+                f" {trainer.world_size} processes train clients with different numbers of batches: leave it out, or set"
+                " devices=1."
+            )
+        if isinstance(callback, OnExceptionCheckpoint) or getattr(callback, "save_on_exception", False):
+            given = "" if isinstance(callback, OnExceptionCheckpoint) else "(save_on_exception=True)"
+            raise MisconfigurationException(
+                f"{type(callback).__name__}{given} saves where a fit fails, inside a round, when the"
+                f" {trainer.world_size} processes train different clients: save after rounds, by"
+                " ModelCheckpoint(every_n_epochs=1), or set devices=1."
+            )
         if not isinstance(callback, ModelCheckpoint):
             continue
         steps, interval, after_epoch = checkpoint_schedule(callback)

@@ -19,7 +19,7 @@ from typing import Any
 import pytest
 import torch
 from filelock import FileLock
-from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.callbacks import ModelCheckpoint, OnExceptionCheckpoint, SpikeDetection
 from lightning.pytorch.strategies import FSDPStrategy
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
@@ -288,6 +288,9 @@ def test_a_round_that_is_cut_short_is_aggregated_from_what_was_trained(two):
         ({"callbacks": [ModelCheckpoint(every_n_train_steps=2)]}, r"every_n_train_steps.*train_time_interval.*2"),
         ({"callbacks": [ModelCheckpoint()], "val_check_interval": 0.5}, r"val_check_interval=0\.5"),
         ({"callbacks": [ModelCheckpoint(train_time_interval=timedelta(hours=1))]}, "train_time_interval=.* inside"),
+        ({"callbacks": [SpikeDetection()]}, r"SpikeDetection.*each batch.* 2 processes"),
+        ({"callbacks": [OnExceptionCheckpoint("folder")]}, r"OnExceptionCheckpoint saves.* 2 processes"),
+        ({"callbacks": [ModelCheckpoint(save_on_exception=True)]}, r"ModelCheckpoint\(save_on_exception=True\).* 2"),
     ],
 )
 def test_refuses_what_goes_by_steps_of_one_process(tmp_path, arguments, message):
