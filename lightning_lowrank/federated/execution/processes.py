@@ -294,8 +294,8 @@ def shared_by(trainer: Any) -> ClientParallelStrategy | None:
     if seconds is not None:
         raise MisconfigurationException(
             f"val_check_interval, here {seconds:g} seconds, is measured by each process's own clock, but validation"
-            f" needs all {trainer.world_size} of them: give a number of clients or a share of a round, or leave it"
-            " out."
+            f" needs all {trainer.world_size} of them: give a number of turns, in each of which every process trains a"
+            " client, or a share of a round, or leave it out."
         )
     return strategy
 

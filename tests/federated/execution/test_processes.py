@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import math
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -26,6 +27,7 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import Tensor
 
 from lightning_lowrank import ClientParallelStrategy, FedAvg, FederatedLoop
+from lightning_lowrank.federated.checks import validation_interval_note
 from lightning_lowrank.federated.coordinator import Coordinator
 from lightning_lowrank.federated.data.planner import divide
 from tests.algorithms.methods import ARCHETYPES, METHODS
@@ -356,6 +358,17 @@ def test_different_data_and_settings_are_refused(tmp_path, monkeypatch, allowed,
         lines = [line.split(":")[0].strip() for line in str(refused.value).splitlines() if line.startswith("  ")]
         assert sorted(lines) == differing
         assert "in process 0, [[0]] in process 2" in str(refused.value)
+
+
+@pytest.mark.parametrize(("stacked", "of"), [(False, "clients"), (True, "chunks of clients")])
+def test_an_integer_val_check_interval_counts_turns(stacked, of):
+    settings = {"val_check_interval": 3, "check_val_every_n_epoch": 1, "enable_validation": True}
+    run = SimpleNamespace(world_size=2, limit_train_batches=1.0, **settings)
+    of_two = f"; in a turn each of the 2 processes trains one of its {of}"
+    (note,) = validation_interval_note(run, lambda: 3, stacked)
+    assert re.match(f"val_check_interval=3 counts turns.*of each round{of_two}", note)
+    with pytest.raises(MisconfigurationException, match=f"counts turns.*first round has 2{of_two}"):
+        validation_interval_note(run, lambda: 2, stacked)
 
 
 def test_is_known_by_its_name(tmp_path):
