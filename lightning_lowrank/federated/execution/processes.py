@@ -22,8 +22,10 @@ from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment
 from lightning.pytorch.accelerators import Accelerator
 from lightning.pytorch.callbacks import ModelCheckpoint, OnExceptionCheckpoint, SpikeDetection
 from lightning.pytorch.plugins import Precision
+from lightning.pytorch.plugins.environments import SLURMEnvironment
 from lightning.pytorch.strategies import DDPStrategy, StrategyRegistry
 from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.utilities import rank_zero_warn
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from rich.console import Console
 from torch import Tensor
@@ -296,6 +298,14 @@ def shared_by(trainer: Any) -> ClientParallelStrategy | None:
             f"val_check_interval, here {seconds:g} seconds, is measured by each process's own clock, but validation"
             f" needs all {trainer.world_size} of them: give a number of turns, in each of which every process trains a"
             " client, or a share of a round, or leave it out."
+        )
+    environment = strategy.cluster_environment
+    if isinstance(environment, SLURMEnvironment) and environment.auto_requeue:
+        rank_zero_warn(
+            "SLURMEnvironment(auto_requeue=True), the default, saves a checkpoint at Slurm's signal before a job's end,"
+            f" inside a round, when the {trainer.world_size} processes train different clients: such a signal ends the"
+            " fit with an error. Give the trainer plugins=[SLURMEnvironment(auto_requeue=False)], and continue a"
+            " requeued job from the last round's checkpoint, by ckpt_path (--ckpt_path)."
         )
     return strategy
 

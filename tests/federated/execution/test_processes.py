@@ -21,6 +21,7 @@ import pytest
 import torch
 from filelock import FileLock
 from lightning.pytorch.callbacks import ModelCheckpoint, OnExceptionCheckpoint, SpikeDetection
+from lightning.pytorch.plugins.environments import SLURMEnvironment
 from lightning.pytorch.strategies import FSDPStrategy
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
@@ -30,6 +31,7 @@ from lightning_lowrank import ClientParallelStrategy, FedAvg, FederatedLoop
 from lightning_lowrank.federated.checks import validation_interval_note
 from lightning_lowrank.federated.coordinator import Coordinator
 from lightning_lowrank.federated.data.planner import divide
+from lightning_lowrank.federated.execution.processes import shared_by
 from tests.algorithms.methods import ARCHETYPES, METHODS
 from tests.federated.execution import parallel_runs
 from tests.federated.execution.parallel_runs import RUNS, UNEVEN, run
@@ -358,6 +360,19 @@ def test_different_data_and_settings_are_refused(tmp_path, monkeypatch, allowed,
         lines = [line.split(":")[0].strip() for line in str(refused.value).splitlines() if line.startswith("  ")]
         assert sorted(lines) == differing
         assert "in process 0, [[0]] in process 2" in str(refused.value)
+
+
+@pytest.mark.parametrize("requeues", [True, False])
+def test_a_warning_names_the_requeue_of_slurm(tmp_path, monkeypatch, requeues):
+    run = trainer(tmp_path, strategy="client_parallel", devices=2)
+    for name, value in {"NTASKS": "2", "NTASKS_PER_NODE": "2", "PROCID": "0", "LOCALID": "0", "NODEID": "0"}.items():
+        monkeypatch.setenv(f"SLURM_{name}", value)
+    run.strategy.cluster_environment = SLURMEnvironment(auto_requeue=requeues)
+    expected = pytest.warns(UserWarning, match=r"auto_requeue=True.* 2 processes.*\(auto_requeue=False\).*ckpt_path")
+    with expected if requeues else warnings.catch_warnings():
+        if not requeues:
+            warnings.simplefilter("error")
+        assert shared_by(run) is run.strategy
 
 
 @pytest.mark.parametrize(("stacked", "of"), [(False, "clients"), (True, "chunks of clients")])
