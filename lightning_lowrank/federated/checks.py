@@ -128,7 +128,7 @@ def validation_interval_note(trainer: Any, turns: Callable[[], int] | None, stac
     """A sentence on ``val_check_interval``, if it is a number: it counts turns of the loop, not batches.
 
     Args:
-        trainer: The trainer, in whose loop a turn is a client, or clients that step together.
+        trainer: The trainer, in whose loop a turn is a client of each process, or clients that step together.
         turns: Returns the number of turns in the first round; ``None`` in a fit that resumes from a checkpoint.
         stacked: Whether clients step together.
 
@@ -139,17 +139,20 @@ def validation_interval_note(trainer: Any, turns: Callable[[], int] | None, stac
     every = getattr(trainer, "val_check_interval", None)
     if not isinstance(every, int) or not trainer.enable_validation or trainer.limit_train_batches == 0:
         return []
-    meaning = f"val_check_interval={every} counts {'chunks of clients that step together' if stacked else 'clients'}"
-    meaning += ", not batches"
+    counted, meaning = "chunks of clients that step together" if stacked else "clients", ""
+    if trainer.world_size > 1:
+        meaning = f"; in a turn each of the {trainer.world_size} processes trains one of its {counted}"
+        counted = "turns"
+    counts = f"val_check_interval={every} counts {counted}, not batches"
     if trainer.check_val_every_n_epoch is None:
-        return [f"{meaning}, across rounds."]
+        return [f"{counts}, across rounds{meaning}."]
     first = None if turns is None else turns()
     if first is not None and every > first:
         raise MisconfigurationException(
-            f"{meaning}, and the first round has {first}: set a share of a round, such as val_check_interval=0.5, or"
-            " check_val_every_n_epoch=None, which counts across rounds."
+            f"{counts}, and the first round has {first}{meaning}: set a share of a round, such as"
+            " val_check_interval=0.5, or check_val_every_n_epoch=None, which counts across rounds."
         )
-    return [f"{meaning}, of each round."]
+    return [f"{counts}, of each round{meaning}."]
 
 
 def refuse_own_reading(module: pl.LightningModule) -> None:

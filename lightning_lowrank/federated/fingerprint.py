@@ -203,7 +203,7 @@ def differences(saved: Mapping[str, Any], present: Mapping[str, Any]) -> dict[st
     found: dict[str, tuple[Any, Any]] = {}
     for name in [*before, *(name for name in now if name not in before)]:
         values = before.get(name, _NOTHING), now.get(name, _NOTHING)
-        if (values[0] != values[1] or _is_other_kind(name, *values)) and not _is_within(name, found):
+        if (values[0] != values[1] or _is_other_kind(name, *values)) and not is_within(name, found):
             found[name] = values
     return found
 
@@ -261,7 +261,8 @@ class _Nothing:
 _NOTHING = _Nothing()
 
 
-def _is_within(name: str, names: Iterable[str]) -> bool:
+def is_within(name: str, names: Iterable[str]) -> bool:
+    """Whether a setting is among those with the given names, or inside one of them."""
     return any(name == each or name.startswith(f"{each}.") for each in names)
 
 
@@ -280,9 +281,9 @@ def check_same_experiment(
         MisconfigurationException: If something differs that is not allowed to, or anything inside a round.
     """
     found = differences(with_defaults(saved, present), present)
-    refused = [name for name in found if round_open or not _is_within(name, allowed)]
+    refused = [name for name in found if round_open or not is_within(name, allowed)]
     if refused:
-        values = {name: [_short(value) for value in found[name]] for name in refused}
+        values = {name: [shorten(value) for value in found[name]] for name in refused}
         lines = [f"  {name}: {before} in the checkpoint, {now} now" for name, (before, now) in values.items()]
         way_out = f"allow changes by name, FederatedLoop(allow_changes={refused[:3]})"
         if round_open:
@@ -333,6 +334,7 @@ def _has_no_name_of_its_own(described: str) -> bool:
     return described.startswith("function ") and "<" in described
 
 
-def _short(value: Any) -> str:
+def shorten(value: Any) -> str:
+    """The representation of a value for an error, cut to 100 characters."""
     text = repr(value)
     return text if len(text) <= 100 else f"{text[:97]}..."

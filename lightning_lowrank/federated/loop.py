@@ -54,7 +54,12 @@ from lightning_lowrank.federated.data.sampling import NeedsPoissonBatches
 from lightning_lowrank.federated.data.training_set import RoundData
 from lightning_lowrank.federated.exchange import Exchange, Parts
 from lightning_lowrank.federated.execution.channels_last import in_validation
-from lightning_lowrank.federated.execution.processes import ClientParallelStrategy, SharedCoordinator, shared_by
+from lightning_lowrank.federated.execution.processes import (
+    ClientParallelStrategy,
+    SharedCoordinator,
+    check_processes,
+    shared_by,
+)
 from lightning_lowrank.federated.fingerprint import (
     check_same_experiment,
     fingerprint,
@@ -396,8 +401,12 @@ class FederatedLoop(FederatedSettings, Callback):
             raise MisconfigurationException(
                 f"the last fit with this trainer ended inside round {self._progress.round} by an error or interrupt,"
                 " and the round's start is not kept: continue from a checkpoint, by trainer.fit(..., ckpt_path=...), or"
-                " begin a new run from the module's weights with another Trainer. The callback OnExceptionCheckpoint"
-                " saves a checkpoint in such a case."
+                " begin a new run from the module's weights with another Trainer."
+                + (
+                    " The callback OnExceptionCheckpoint saves a checkpoint in such a case."
+                    if not self._processes
+                    else ""
+                )
             )
         # A real site may continue: it keeps its privacy accounting in a file.
         elif private and self._released and self._rounds is None and self.make_exchange is Coordinator:
@@ -418,6 +427,10 @@ class FederatedLoop(FederatedSettings, Callback):
         if self._rounds.execution.validation_channels_last:
             self._restore.enter_context(in_validation(trainer, self._rounds.execution))
         self._fingerprint["execution"] = self._rounds.execution.name
+        if self._processes is not None:
+            described = {**self._fingerprint, "data": self._data.fingerprint()}
+            per_round = self._data.planner.clients_per_round
+            check_processes(self._processes, trainer, described, self.allow_changes, per_round)
         assert self._length is not None
         if self._length.outdated():
             trainer.strategy.setup_optimizers(trainer)

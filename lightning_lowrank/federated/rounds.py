@@ -39,7 +39,7 @@ from lightning_lowrank.federated.data.training_set import RoundData
 from lightning_lowrank.federated.exchange import Exchange, Parts
 from lightning_lowrank.federated.execution.auto import choose_execution
 from lightning_lowrank.federated.execution.base import Execution
-from lightning_lowrank.federated.execution.processes import ClientParallelStrategy, check_processes
+from lightning_lowrank.federated.execution.processes import ClientParallelStrategy
 from lightning_lowrank.federated.execution.why_not import ALSO_TO_RESUME, reason_of_optimizers
 from lightning_lowrank.federated.failures import (
     ClientsFailed,
@@ -152,8 +152,6 @@ class Rounds(OfTheRun):
         self._lone_named = False
         self._readers: dict[str, list[str]] = {}
         self._carried: CarriedValues | None = None
-        if processes is not None:
-            check_processes(processes, trainer, self._algorithm, settings.experiment_seed, data)
 
     def _group_key(self, client: int, round_number: int) -> tuple[Any, ...]:
         """A key that is equal for clients that may step together: their method's key, moments, and options."""

@@ -207,7 +207,8 @@ class FederatedSettings(Configured):
         summary: Print the partition's table when the fit begins, and a line with metrics and bytes when it ends.
         allow_changes: Names of settings that may differ from the run whose checkpoint is resumed, such as
             ``["clients_per_round", "algorithm.lr"]``; a name includes everything below it. By default a run that
-            differs in anything that changes its result is refused, by these names.
+            differs in anything that changes its result is refused, by these names. They may also differ between the
+            processes of one run.
 
     Raises:
         MisconfigurationException: If a setting is out of range, or two of them do not go together.

@@ -20,6 +20,7 @@ from lightning.pytorch.trainer.connectors.logger_connector.result import _Metada
 from lightning.pytorch.trainer.states import RunningStage
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.utilities.model_helpers import is_overridden
+from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torchmetrics import Metric
@@ -383,7 +384,7 @@ def pool_training_results(trainer: Any, gather: Callable[[Any], Sequence[Any]]) 
             item.value = trainer.lightning_module.get_submodule(given["metric_attribute"])
             if item.value not in pooled:
                 pooled.add(item.value)
-                _pool_metric(item.value)
+                _pool_metric(item.value, gather)
             continue
         numbers = torch.stack([value for value, _ in values]).to(trainer.strategy.root_device)
         reduction = given["reduce_fx"]
@@ -392,8 +393,16 @@ def pool_training_results(trainer: Any, gather: Callable[[Any], Sequence[Any]]) 
             item.cumulated_batch_size = torch.tensor(sum(size for _, size in values), device=numbers.device)
 
 
-def _pool_metric(metric: Metric) -> None:
-    metric.sync()
+def _pool_metric(metric: Metric, gather: Callable[[Any], Sequence[Any]]) -> None:
+    # sync() makes tensors of states that are lists, which reset() refuses, and cannot gather an empty list with others.
+    lists = {name: getattr(metric, name) for name, default in metric._defaults.items() if isinstance(default, list)}
+    gathered = gather(apply_to_collection(lists, Tensor, lambda state: state.detach().cpu()))
+    with replaced(metric, _reductions={name: each for name, each in metric._reductions.items() if name not in lists}):
+        metric.sync()
+    device = torch.device("cpu") if metric.compute_on_cpu else metric.device
+    for name in lists:
+        entries = [entry for states in gathered for entry in states[name]]
+        setattr(metric, name, apply_to_collection(entries, Tensor, lambda state: state.to(device)))
     # Mark the synchronised state as the metric's own, so that it stays until reset() and is not gathered again.
     metric._is_synced, metric._cache, metric._computed, metric._to_sync = False, None, None, False
     metric._update_count = max(1, metric._update_count)

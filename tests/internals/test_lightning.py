@@ -15,6 +15,7 @@ from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import nn
 from torchmetrics import SumMetric
+from torchmetrics.classification import MulticlassAUROC
 
 from lightning_lowrank import (
     ConvergenceMonitor,
@@ -174,9 +175,24 @@ def test_a_pooled_metric_is_not_gathered_again_when_it_computes(monkeypatch):
     metric.update(4.0)
     asked = []
     monkeypatch.setattr(metric, "sync", lambda **keywords: asked.append(keywords.get("should_sync", True)))
-    internals._pool_metric(metric)
+    internals._pool_metric(metric, lambda mine: [mine])
     assert metric.compute() == 4.0
     assert asked == [True, False]
+
+
+@pytest.mark.parametrize("mine", [[], [0, 1]])
+def test_a_pooled_metric_of_lists_is_gathered_and_reset(mine):
+    metric, other = MulticlassAUROC(2), MulticlassAUROC(2)
+    if mine:
+        metric.update(torch.tensor([[0.4, 0.6], [0.3, 0.7]]), torch.tensor(mine))
+    other.update(torch.tensor([[0.1, 0.9], [0.45, 0.55]]), torch.tensor([0, 1]))
+    theirs = {"preds": other.preds, "target": other.target}
+    internals._pool_metric(metric, lambda states: [states, theirs])
+    targets = torch.cat(metric.target)
+    assert (targets.tolist(), targets.dtype) == ([*mine, 0, 1], torch.int64)
+    assert metric.compute() == (0.25 if mine else 0.0)
+    metric.reset()
+    assert metric.target == []
 
 
 def test_evaluation_loaders_are_left_whole(fitting):

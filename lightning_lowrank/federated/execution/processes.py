@@ -20,10 +20,12 @@ import lightning.pytorch as pl
 import torch
 from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment
 from lightning.pytorch.accelerators import Accelerator
-from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.callbacks import ModelCheckpoint, OnExceptionCheckpoint, SpikeDetection
 from lightning.pytorch.plugins import Precision
+from lightning.pytorch.plugins.environments import SLURMEnvironment
 from lightning.pytorch.strategies import DDPStrategy, StrategyRegistry
 from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.utilities import rank_zero_warn
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from rich.console import Console
 from torch import Tensor
@@ -31,13 +33,12 @@ from torch.nn.parameter import is_lazy
 from torchmetrics import Metric
 from typing_extensions import override
 
-from lightning_lowrank.federated.algorithm import Algorithm
 from lightning_lowrank.federated.client_optimizers import ClientOptimizers
 from lightning_lowrank.federated.client_states import flatten_state, unflatten_state
 from lightning_lowrank.federated.coordinator import Coordinator
 from lightning_lowrank.federated.data.planner import RoundPlan
-from lightning_lowrank.federated.data.training_set import RoundData
 from lightning_lowrank.federated.exchange import Parts
+from lightning_lowrank.federated.fingerprint import differences, is_within, shorten
 from lightning_lowrank.federated.messages import Message
 from lightning_lowrank.federated.protocols import inherits
 from lightning_lowrank.federated.stages import Arrival
@@ -71,7 +72,8 @@ class ClientParallelStrategy(DDPStrategy):
     - When a round has ended, ``global_step`` and the loggers' step are those of a single process. Inside a round they
       are the process's own. If clients step together, each process stacks its own clients, and counts the steps of
       these chunks.
-    - ``max_steps``, ``min_steps``, a ``val_check_interval`` in time, and checkpoints inside a round are refused.
+    - ``max_steps``, ``min_steps``, a ``val_check_interval`` in time, checkpoints inside a round, also of a fit that
+      fails, and `SpikeDetection` are refused.
     - Figures of an epoch, `torchmetrics.Metric` objects included, are those of all processes' clients; figures of a
       step are those of the first process. ``sync_dist`` has no effect.
     - Validation, test and prediction loaders are not divided: every process evaluates all samples, and has the same
@@ -255,6 +257,19 @@ def shared_by(trainer: Any) -> ClientParallelStrategy | None:
             " processes train different clients, or devices=1."
         )
     for callback in trainer.callbacks:
+        if isinstance(callback, SpikeDetection):
+            raise MisconfigurationException(
+                f"{type(callback).__name__} compares the processes' losses after each batch, and the"
+                f" {trainer.world_size} processes train clients with different numbers of batches: leave it out, or set"
+                " devices=1."
+            )
+        if isinstance(callback, OnExceptionCheckpoint) or getattr(callback, "save_on_exception", False):
+            given = "" if isinstance(callback, OnExceptionCheckpoint) else "(save_on_exception=True)"
+            raise MisconfigurationException(
+                f"{type(callback).__name__}{given} saves where a fit fails, inside a round, when the"
+                f" {trainer.world_size} processes train different clients: save after rounds, by"
+                " ModelCheckpoint(every_n_epochs=1), or set devices=1."
+            )
         if not isinstance(callback, ModelCheckpoint):
             continue
         steps, interval, after_epoch = checkpoint_schedule(callback)
@@ -281,26 +296,51 @@ def shared_by(trainer: Any) -> ClientParallelStrategy | None:
     if seconds is not None:
         raise MisconfigurationException(
             f"val_check_interval, here {seconds:g} seconds, is measured by each process's own clock, but validation"
-            f" needs all {trainer.world_size} of them: give a number of clients or a share of a round, or leave it"
-            " out."
+            f" needs all {trainer.world_size} of them: give a number of turns, in each of which every process trains a"
+            " client, or a share of a round, or leave it out."
+        )
+    environment = strategy.cluster_environment
+    if isinstance(environment, SLURMEnvironment) and environment.auto_requeue:
+        rank_zero_warn(
+            "SLURMEnvironment(auto_requeue=True), the default, saves a checkpoint at Slurm's signal before a job's end,"
+            f" inside a round, when the {trainer.world_size} processes train different clients: such a signal ends the"
+            " fit with an error. Give the trainer plugins=[SLURMEnvironment(auto_requeue=False)], and continue a"
+            " requeued job from the last round's checkpoint, by ckpt_path (--ckpt_path)."
         )
     return strategy
 
 
 def check_processes(
-    strategy: ClientParallelStrategy, trainer: Any, algorithm: Algorithm, seed: int, data: RoundData
+    strategy: ClientParallelStrategy,
+    trainer: Any,
+    fingerprint: Mapping[str, Any],
+    allowed: Sequence[str],
+    per_round: int,
 ) -> None:
-    """Refuse processes with different seeds, methods or partitions; report more processes than clients."""
-    assert data.indices is not None
-    mine = {"seed": seed, "method": repr(type(algorithm)), "partition": data.indices.digest()}
-    for rank, theirs in enumerate(strategy.gather(mine)):
-        for name, value in theirs.items():
-            if value != mine[name]:
-                raise MisconfigurationException(
-                    f"the {name} of process {rank} differs from that of process {trainer.global_rank}: give all"
-                    " processes the same data and arguments, with a seed for whatever is drawn."
-                )
-    per_round = data.planner.clients_per_round
+    """Refuse processes with different data or settings; report more processes than clients.
+
+    Args:
+        strategy: Connects the processes.
+        trainer: The trainer.
+        fingerprint: The settings and the data of this process.
+        allowed: Names of settings that may differ.
+        per_round: Number of clients in a round.
+    """
+    first, *others = strategy.gather(fingerprint)
+    for rank, theirs in enumerate(others, 1):
+        lines = [
+            f"  {name}: {shorten(values[0])} in process 0, {shorten(values[1])} in process {rank}"
+            for name, values in differences(first, theirs).items()
+            # None is the content of samples that differ at each reading.
+            if not (is_within(name, allowed) or (name == "data.content" and None in values))
+        ]
+        if lines:
+            raise MisconfigurationException(
+                "the processes have different data or settings:\n"
+                + "\n".join(lines)
+                + "\nGive all processes the same data and arguments, with a seed for whatever is drawn. A difference"
+                " without effect, such as a path, is allowed by its name: FederatedLoop(allow_changes=[...])."
+            )
     if trainer.world_size > per_round and trainer.is_global_zero:
         Console().print(
             f"client_parallel: {trainer.world_size} processes share rounds of {per_round} clients, so that"

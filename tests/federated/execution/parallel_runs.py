@@ -22,6 +22,7 @@ from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint
 from lightning.pytorch.loggers import CSVLogger
 from torch import nn
 from torchmetrics import MeanMetric, SumMetric
+from torchmetrics.classification import MulticlassAUROC
 
 REPOSITORY = Path(__file__).resolve().parents[3]
 if str(REPOSITORY) not in sys.path:
@@ -122,11 +123,15 @@ class Metrics(Module):
     def __init__(self) -> None:
         super().__init__()
         self.trained, self.evaluated, self.seen = MeanMetric(), SumMetric(), SumMetric()
+        # Its states are lists.
+        self.ranked = MulticlassAUROC(4)
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         loss = super().training_step(batch, batch_idx)
         self.trained.update(loss.detach(), len(batch[0]))
         self.log("trained", self.trained, on_step=False, on_epoch=True)
+        self.ranked.update(self.net(batch[0]).detach().softmax(1), batch[1])
+        self.log("ranked", self.ranked, on_step=False, on_epoch=True)
         self.log("samples", float(len(batch[0])), reduce_fx="sum", on_step=False, on_epoch=True, sync_dist=True)
         self.log("largest", loss.detach(), reduce_fx="max", on_step=True, on_epoch=True, sync_dist=True)
         return loss

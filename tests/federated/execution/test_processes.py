@@ -5,11 +5,13 @@ from __future__ import annotations
 import csv
 import math
 import os
+import re
 import signal
 import subprocess
 import sys
 import warnings
 from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from datetime import timedelta
 from pathlib import Path
 from types import SimpleNamespace
@@ -18,19 +20,23 @@ from typing import Any
 import pytest
 import torch
 from filelock import FileLock
-from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.callbacks import ModelCheckpoint, OnExceptionCheckpoint, SpikeDetection
+from lightning.pytorch.plugins.environments import SLURMEnvironment
 from lightning.pytorch.strategies import FSDPStrategy
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import Tensor
 
 from lightning_lowrank import ClientParallelStrategy, FedAvg, FederatedLoop
+from lightning_lowrank.federated.checks import validation_interval_note
+from lightning_lowrank.federated.coordinator import Coordinator
 from lightning_lowrank.federated.data.planner import divide
+from lightning_lowrank.federated.execution.processes import shared_by
 from tests.algorithms.methods import ARCHETYPES, METHODS
 from tests.federated.execution import parallel_runs
 from tests.federated.execution.parallel_runs import RUNS, UNEVEN, run
 from tests.federated.test_stage_pairs import POSSIBLE
-from tests.helpers import Module, trainer
+from tests.helpers import Data, Module, trainer
 
 QUICK = [
     "fedavg",
@@ -295,6 +301,9 @@ def test_a_round_that_is_cut_short_is_aggregated_from_what_was_trained(two):
         ({"callbacks": [ModelCheckpoint(every_n_train_steps=2)]}, r"every_n_train_steps.*train_time_interval.*2"),
         ({"callbacks": [ModelCheckpoint()], "val_check_interval": 0.5}, r"val_check_interval=0\.5"),
         ({"callbacks": [ModelCheckpoint(train_time_interval=timedelta(hours=1))]}, "train_time_interval=.* inside"),
+        ({"callbacks": [SpikeDetection()]}, r"SpikeDetection.*each batch.* 2 processes"),
+        ({"callbacks": [OnExceptionCheckpoint("folder")]}, r"OnExceptionCheckpoint saves.* 2 processes"),
+        ({"callbacks": [ModelCheckpoint(save_on_exception=True)]}, r"ModelCheckpoint\(save_on_exception=True\).* 2"),
     ],
 )
 def test_refuses_what_goes_by_steps_of_one_process(tmp_path, arguments, message):
@@ -337,6 +346,53 @@ def test_takes_back_what_it_sets(tmp_path):
     run.strategy.teardown()
     assert run._accelerator_connector.use_distributed_sampler is True
     assert [*warnings.filters] == before
+
+
+@pytest.mark.parametrize(
+    ("allowed", "differing"),
+    [([], ["data.content", "participants"]), (["data"], ["participants"]), (["data", "participants"], [])],
+)
+def test_different_data_and_settings_are_refused(tmp_path, monkeypatch, allowed, differing):
+    def gather(mine):
+        if "participants" not in mine:
+            return [mine]
+        other = {**mine, "participants": [[0]], "data": {**mine["data"], "content": "other"}}
+        return [mine, mine, other]
+
+    monkeypatch.setattr("lightning_lowrank.federated.loop.shared_by", lambda _: SimpleNamespace(gather=gather))
+    monkeypatch.setattr("lightning_lowrank.federated.loop.SharedCoordinator", lambda _, __, parts: Coordinator(parts))
+    loop = FederatedLoop(FedAvg(), partition=UNEVEN, participants=[[1]], allow_changes=allowed, summary=False)
+    run = trainer(tmp_path, loop, max_epochs=1)
+    with pytest.raises(MisconfigurationException) if differing else nullcontext() as refused:
+        run.fit(Module(), Data())
+    if differing:
+        lines = [line.split(":")[0].strip() for line in str(refused.value).splitlines() if line.startswith("  ")]
+        assert sorted(lines) == differing
+        assert "in process 0, [[0]] in process 2" in str(refused.value)
+
+
+@pytest.mark.parametrize("requeues", [True, False])
+def test_a_warning_names_the_requeue_of_slurm(tmp_path, monkeypatch, requeues):
+    run = trainer(tmp_path, strategy="client_parallel", devices=2)
+    for name, value in {"NTASKS": "2", "NTASKS_PER_NODE": "2", "PROCID": "0", "LOCALID": "0", "NODEID": "0"}.items():
+        monkeypatch.setenv(f"SLURM_{name}", value)
+    run.strategy.cluster_environment = SLURMEnvironment(auto_requeue=requeues)
+    expected = pytest.warns(UserWarning, match=r"auto_requeue=True.* 2 processes.*\(auto_requeue=False\).*ckpt_path")
+    with expected if requeues else warnings.catch_warnings():
+        if not requeues:
+            warnings.simplefilter("error")
+        assert shared_by(run) is run.strategy
+
+
+@pytest.mark.parametrize(("stacked", "of"), [(False, "clients"), (True, "chunks of clients")])
+def test_an_integer_val_check_interval_counts_turns(stacked, of):
+    settings = {"val_check_interval": 3, "check_val_every_n_epoch": 1, "enable_validation": True}
+    run = SimpleNamespace(world_size=2, limit_train_batches=1.0, **settings)
+    of_two = f"; in a turn each of the 2 processes trains one of its {of}"
+    (note,) = validation_interval_note(run, lambda: 3, stacked)
+    assert re.match(f"val_check_interval=3 counts turns.*of each round{of_two}", note)
+    with pytest.raises(MisconfigurationException, match=f"counts turns.*first round has 2{of_two}"):
+        validation_interval_note(run, lambda: 2, stacked)
 
 
 def test_is_known_by_its_name(tmp_path):
