@@ -522,7 +522,7 @@ its momentum in a subspace). Test accuracy in percent, mean and deviation over s
 each budget is chosen on held-out images from one grid for all methods. `idle` is what a broadcast to clients that do
 not take part adds. Seconds are simulated, at 10 Mbit/s each way and 1e9 multiply-adds a second. An empty cell: not
 measured, not reached, or no round ends within the budget. R/8 was measured for the MLP on Dirichlet(0.3) alone, and
-CNN4 at R/128 alone. Torch was 2.14 for CNN4, IID, R/8 and R/128 of Dirichlet(0.3) and some of its
+R/32 of CNN4 with seed 0 alone. Torch was 2.14 for CNN4, IID, R/8 and R/128 of Dirichlet(0.3) and some of its
 R/32, and 2.11 on another machine for all other runs.
 
 ```bash
