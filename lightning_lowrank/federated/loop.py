@@ -309,6 +309,10 @@ class FederatedLoop(FederatedSettings, Callback):
         restore(pl_module.register_state_dict_post_hook(_StateHook(self._show_global_state)).remove)
         restore(pl_module.register_load_state_dict_pre_hook(refuse_other_shapes).remove)
 
+    def _whole_fingerprint(self) -> dict[str, Any]:
+        assert self._data is not None
+        return {**self._fingerprint, "data": self._data.fingerprint()}
+
     def _turns_of(self, trainer: pl.Trainer) -> ClientTurns:
         """The `ClientTurns`, by which a turn of Lightning's loop is a client or a chunk of clients."""
         data = self._data
@@ -428,9 +432,8 @@ class FederatedLoop(FederatedSettings, Callback):
             self._restore.enter_context(in_validation(trainer, self._rounds.execution))
         self._fingerprint["execution"] = self._rounds.execution.name
         if self._processes is not None:
-            described = {**self._fingerprint, "data": self._data.fingerprint()}
             per_round = self._data.planner.clients_per_round
-            check_processes(self._processes, trainer, described, self.allow_changes, per_round)
+            check_processes(self._processes, trainer, self._whole_fingerprint(), self.allow_changes, per_round)
         assert self._length is not None
         if self._length.outdated():
             trainer.strategy.setup_optimizers(trainer)
@@ -595,8 +598,7 @@ class FederatedLoop(FederatedSettings, Callback):
         """
         if self._rounds is None or self._data is None:
             return {}
-        fingerprint = {**self._fingerprint, "data": self._data.fingerprint()}
-        return {**self._rounds.state_dict(), "fingerprint": fingerprint}
+        return {**self._rounds.state_dict(), "fingerprint": self._whole_fingerprint()}
 
     def on_save_checkpoint(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: dict[str, Any]
@@ -648,7 +650,7 @@ class FederatedLoop(FederatedSettings, Callback):
         assert self._data is not None
         saved = state["fingerprint"]
         execution = saved["execution"] if self.execution == "auto" else self.execution
-        present = {**self._fingerprint, "execution": execution, "data": self._data.fingerprint()}
+        present = {**self._whole_fingerprint(), "execution": execution}
         check_same_experiment(saved, present, self.allow_changes, state["progress"]["round_open"])
         if state["progress"]["round_open"]:
             self._resumed_inside = state["inside"]

@@ -242,9 +242,9 @@ class Rounds(OfTheRun):
             clock.operations.begin_round()
         execution.begin_round()
         self._isolation.begin_round()
+        self.exchange.follow_buffers(execution.live)
         server = self.exchange.server
         server.sync_with_module(execution.live, shown=server.model)
-        self.exchange.follow_buffers(execution.live)
         self._reopened = True
 
     def _begin_round(self) -> None:

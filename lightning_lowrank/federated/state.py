@@ -219,7 +219,6 @@ class Server:
             shown: The values that the method last put into the module. If the module holds just that, ``model``
                 stays.
         """
-        self.base.remember_buffers()
         found = changed_names(live, shown)
         self.model.update({name: value.detach().clone() for name, value in live.items() if name in found})
 

@@ -6,6 +6,7 @@ import math
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -15,8 +16,6 @@ from lightning_lowrank.layers.precision import widened
 from lightning_lowrank.layers.settings import LowRankSettings
 from lightning_lowrank.layers.survey import Candidate
 from lightning_lowrank.units import percent
-
-_Kind = tuple[tuple[int, ...], int, int, bool]
 
 _AUTHORS_STEP = 0.001
 _NAMED = 3
@@ -85,6 +84,16 @@ def _naming(layer: Candidate) -> Iterator[None]:
         raise ValueError(f"layer {layer.name!r}: {error} Exclude it or give it settings of its own.") from None
 
 
+class _Kind(NamedTuple):
+    """What weights have in common: shape, cost of a number in the weight and in its factors."""
+
+    shape: tuple[int, ...]
+    of_weight: int
+    of_factors: int
+    may_be_larger: bool
+    """Whether the factors may have more numbers than the weight."""
+
+
 class _Budget:
     """The arithmetic of a budget over the weights to factorize. A number costs 1 or, in bytes, its size.
 
@@ -104,9 +113,8 @@ class _Budget:
         self.model, self.weights, self.spared = model, weights, spared
         self.outside = [p for p in outside if (p in spared if settings.freeze_rest else p.requires_grad)]
         self.costs = [self._cost(weight, wide_factors) for weight in weights]
-        # Shape, cost of a number in the weight, cost in its factors, and whether the factors may be larger.
-        self.kinds: list[_Kind] = [
-            (
+        self.kinds = [
+            _Kind(
                 tuple(weight.shape),
                 self._cost(weight),
                 of_factors,
@@ -155,10 +163,13 @@ class _Budget:
 
     def total(self, ranks: Mapping[tuple[int, ...], int]) -> int:
         """Total cost of all trained numbers; a weight whose factors would be larger counts as dense, if allowed."""
-        numbers = {kind: self.numbers(kind[0], ranks[kind[0]]) for kind in self.counts}
-        dense = frozenset(kind for kind in self.counts if numbers[kind] >= math.prod(kind[0]) and not kind[3])
-        factors = sum(count * numbers[kind] * kind[2] for kind, count in self.counts.items() if kind not in dense)
-        return self.unfactorized(dense) + factors
+        numbers = {kind: self.numbers(kind.shape, ranks[kind.shape]) for kind in self.counts}
+        no_fewer = [kind for kind in self.counts if numbers[kind] >= math.prod(kind.shape)]
+        dense = frozenset(kind for kind in no_fewer if not kind.may_be_larger)
+        factorized = self.counts.keys() - dense
+        return self.unfactorized(dense) + sum(
+            self.counts[kind] * numbers[kind] * kind.of_factors for kind in factorized
+        )
 
     def at_ratio(self, ratio: float) -> dict[tuple[int, ...], int]:
         """Each shape's rank for a ratio; a ratio of 0 or less means the smallest rank."""

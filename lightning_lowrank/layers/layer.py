@@ -677,9 +677,8 @@ class LowRankLayer(nn.Module):
             # Not cached: in a trace with dynamic sizes, this comparison adds a guard on them.
             return bool(self._takes_less_contracted(input, *geometry))
         # Cached: counting takes as long as the products of a small layer.
-        drops = self.training and self.dropout > 0
-        kind = (input.shape, input.dtype, input.requires_grad, torch.is_grad_enabled())
-        case = (*kind, self.rank, self.active, drops, repr(geometry))
+        kind = (input.shape, torch.is_grad_enabled(), input.requires_grad, self._multiplies_twice(input))
+        case = (*kind, self.rank, self.active, repr(geometry))
         if case not in self._contracted:
             if len(self._contracted) == _REMEMBERED_CASES:
                 self._contracted.clear()
