@@ -337,7 +337,7 @@ def test_answers_without_effect_cost_privacy(losing):
     assert [figures(logged, "privacy/") for logged in run(names).logged] == private
 
 
-@pytest.mark.parametrize("names", few(POSSIBLE, 11, 11))
+@pytest.mark.parametrize("names", few(POSSIBLE, 37, 37))
 @pytest.mark.slow
 def test_runs_are_repeated_and_resumed(tmp_path, names):
     """A second run, and runs that are resumed inside a round, end with the same bits."""

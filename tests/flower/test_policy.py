@@ -405,7 +405,7 @@ def test_a_round_that_costs_too_much_privacy_is_refused(tmp_path, monkeypatch):
     assert "max_delta=1e-07" in reasons(tmp_path / "delta")[0]
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_what_samples_have_cost_counts_over_studies_and_lost_files(tmp_path, monkeypatch):
     pytest.importorskip("dp_accounting")
     monkeypatch.chdir(tmp_path)

@@ -16,6 +16,7 @@ from lightning_lowrank.federated.execution import auto, compiled
 from lightning_lowrank.federated.execution.compiled import CompiledSteps, stack_sizes
 from lightning_lowrank.federated.execution.snapshot import Snapshot
 from tests.federated.execution.runs import OPTIMIZERS, UNEVEN, Double, assert_close, run
+from tests.grids import nightly_except
 from tests.helpers import Module, network, weights
 
 needs_compiler = pytest.mark.skipif(not any(map(shutil.which, ("g++", "clang++"))), reason="there is no C++ compiler")
@@ -74,7 +75,7 @@ def test_objects_of_a_command_line_do_not_keep_a_step_from_being_tried():
 
 
 @needs_compiler
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_steps_are_compiled_for_four_sizes_at_most(tmp_path, used):
     made = both(tmp_path, trainer={"max_epochs": 4})
     assert not made.reason
@@ -170,7 +171,9 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("case", [pytest.param(case, marks=pytest.mark.slow) for case in CASES])
+@nightly_except("blocks", "momentum", "statistics")
+@pytest.mark.slow
+@pytest.mark.parametrize("case", CASES)
 def test_compiled_steps_are_the_steps(tmp_path, traced, used, case):
     made = both(tmp_path, **CASES[case])
     assert not made.reason
