@@ -46,7 +46,7 @@ from lightning_lowrank.federated.local import LocalTraining
 from lightning_lowrank.internals import advance, lightning
 from lightning_lowrank.internals import torch as internals_of_torch
 from tests.federated.execution.runs import Manual
-from tests.grids import daily, in_turn
+from tests.grids import daily, in_turn, nightly_except
 from tests.helpers import (
     Data,
     Module,
@@ -251,7 +251,8 @@ def figures(fitted: pl.Trainer) -> dict[str, float]:
     return {name: float(value) for name, value in fitted.callback_metrics.items() if not name.startswith(ours)}
 
 
-@daily(*map("-".join, in_turn(CASES, ("fast-around", "slow-every", "slow-around", "fast-every"))))
+@daily("plain-fast-around", "logs-slow-every", "by hand-slow-around", "64-true-fast-around")
+@nightly_except(*map("-".join, in_turn(CASES, ("fast-around", "slow-every", "slow-around", "fast-every"))))
 @pytest.mark.parametrize("hooks", [AROUND, EVERY], ids=["around", "every"])
 @pytest.mark.parametrize("fast", [True, False], ids=["fast", "slow"])
 @pytest.mark.parametrize("case", CASES)

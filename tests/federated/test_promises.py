@@ -910,6 +910,7 @@ for of, (_, check) in ROWS.items():
     CHECKS.setdefault(check, []).append(" ".join(of).strip())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("check", CHECKS, ids=[", ".join(names) for names in CHECKS.values()])
 def test_a_row_holds(tmp_path, check):
     check(tmp_path)

@@ -285,6 +285,7 @@ def sampled(cases: Sequence[tuple[tuple[str, ...], str]]) -> list[Any]:
 
 
 @pytest.mark.parametrize("names", few([names for names in POSSIBLE if "vectorized" in executions_of(names)], 61, 8))
+@pytest.mark.slow
 def test_executions_agree(names):
     """Clients that step together have the figures of clients one by one, and the weights to rounding."""
     one, together = run(names), run(names, execution="vectorized")

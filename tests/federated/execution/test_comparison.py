@@ -62,6 +62,7 @@ def test_what_is_another_step_together_is_refused(tmp_path, part):
         trained(tmp_path, lambda: module_of(part), CLIENTS["uneven"], "vectorized", 0)
 
 
+@daily()
 @pytest.mark.parametrize("part", DIFFERS)
 def test_auto_trains_it_one_by_one(tmp_path, part):
     expected, figures, _ = trained(tmp_path, lambda: module_of(part), CLIENTS["uneven"], "sequential", 0)
