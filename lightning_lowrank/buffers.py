@@ -8,24 +8,34 @@ from torch import Tensor, nn
 
 from lightning_lowrank.configuration import check_patterns, misconfigured
 from lightning_lowrank.internals.peft import is_base_change
+from lightning_lowrank.internals.torch import is_persistent
 from lightning_lowrank.patterns import matches
 
 _EMA = "federated_ema_parameters"
 
 
 def persistent_buffers(module: nn.Module) -> dict[str, Tensor]:
-    """A module's buffers in its state dict, by name, and the parameters that `treat_as_buffers` has added.
+    """A module's persistent buffers, by name, and the parameters that `treat_as_buffers` has added.
+
+    A ``state_dict()`` of the user's own, which may leave entries out, does not decide: it is for checkpoints.
 
     Buffers of PEFT's adapters are left out: the random projections of VeRA and RandLoRA, which server and clients draw
     from the configuration, and the buffers of modules that PEFT replaces by copies. Training changes neither. Changes
     of quantised base weights are left out too: server and clients compute them from the round's message.
     """
-    kept = module.state_dict(keep_vars=True).keys()
     fixed = set(_fixed_buffers(module))
-    buffers = {name: buffer for name, buffer in module.named_buffers() if name in kept and buffer not in fixed}
+    buffers = {name: buffer for name, buffer in named_persistent_buffers(module) if buffer not in fixed}
     buffers = {name: buffer for name, buffer in buffers.items() if not is_base_change(name)}
     added = vars(module).get(_EMA, ())
     return {**buffers, **{name: module.get_parameter(name) for name in added}}
+
+
+def named_persistent_buffers(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """``named_buffers()`` without buffers that were registered with ``persistent=False``."""
+    for name, buffer in module.named_buffers():
+        part, _, key = name.rpartition(".")
+        if is_persistent(module.get_submodule(part), key):
+            yield name, buffer
 
 
 def _fixed_buffers(module: nn.Module) -> Iterator[Tensor]:

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from lightning_lowrank.arguments import join_names
+from lightning_lowrank.buffers import named_persistent_buffers
 from lightning_lowrank.internals.torch import digest_of, own_children, without_autocast
 from lightning_lowrank.layers.attention import LowRankMultiheadAttention
 from lightning_lowrank.layers.budget import assign_ranks
@@ -118,11 +119,10 @@ def convert(model: nn.Module, factorization: Factorization, *, seed: int = 0, **
 
 def note_buffers(model: nn.Module) -> None:
     """Store digests of the buffers of modules with children, so that an export can tell which have changed."""
-    kept = model.state_dict(keep_vars=True)
     model.buffers_before_training = {  # type: ignore[assignment]
         name: digest_of(buffer)
-        for name, buffer in model.named_buffers()
-        if name in kept and not buffer.is_meta and own_children(model.get_submodule(name.rpartition(".")[0]))
+        for name, buffer in named_persistent_buffers(model)
+        if not buffer.is_meta and own_children(model.get_submodule(name.rpartition(".")[0]))
     }
 
 

@@ -100,6 +100,17 @@ def test_norms_equal_plain_fedavg(tmp_path, norm):
     assert_same(weights(module.net), plain_fedavg(network(norm=norm), rounds_of(), SGD, SIZES))
 
 
+class SavesTrained(Module):
+    def state_dict(self):
+        return {name.removeprefix("net."): value for name, value in self.net.named_parameters() if value.requires_grad}
+
+
+def test_statistics_that_a_modules_checkpoints_lack_are_averaged(tmp_path):
+    module = SavesTrained(network(norm=nn.BatchNorm1d))
+    fit(trainer(tmp_path, loop()), module, Data())
+    assert_same(weights(module.net), plain_fedavg(network(norm=nn.BatchNorm1d), rounds_of(), SGD, SIZES))
+
+
 def test_local_epochs_without_shuffling(tmp_path):
     module = Module()
     fit(trainer(tmp_path, loop(local_epochs=2)), module, Data(shuffle=False))
