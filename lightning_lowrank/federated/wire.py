@@ -174,10 +174,17 @@ class Wire:
         """Initialise the shared copy by the initial model. Called by server and sites before the first round.
 
         Raises:
-            MisconfigurationException: If codecs of the uplink leave numbers out that have no reference.
+            MisconfigurationException: If codecs of the uplink leave numbers out that have no reference, or keep a
+                residual of numbers that are at other places in other messages.
         """
-        if self._algorithm.claims.without_reference:
-            self._refuse_coarse(self._algorithm.claims.without_reference)
+        claims = self._algorithm.claims
+        if claims.without_reference:
+            self._refuse_coarse(claims.without_reference)
+        if claims.moving_numbers and self.uplink.error_feedback:
+            raise MisconfigurationException(
+                f"uplink={list(self.uplink.codecs)!r}: {type(self._algorithm).__name__} {claims.moving_numbers}, and"
+                " error feedback would add the residual of some numbers to others: leave out error_feedback."
+            )
         if self.shares_copy and _COPY not in base.state:
             base.state[_COPY] = detached(base.sent_down(trained_tensors(base.module)))
 
