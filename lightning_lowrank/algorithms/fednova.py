@@ -83,14 +83,14 @@ class FedNova(Algorithm):
     def end(self, client: ClientContext) -> Message:
         norms = client.round_state["norms"]
         # If all learning rates were 0, the change is 0 with any divisor.
-        divisors = torch.where(norms > 0, norms, 1.0)
+        divisors = torch.where(norms > 0, norms, 1.0).tolist()
+        units = {name: divisors[group] for name, group in self._groups.items()}
         changes = {
-            name: (client.round_state["received"][name] - value) / divisors[self._groups[name]]
+            name: (client.round_state["received"][name] - value) / units[name]
             for name, value in client.base.parameters(client.model).items()
         }
-        return Message(
-            {**client.base.sent_up(client.model), **changes, _NORMS: norms.to(home_of(norms.dtype, client.base.device))}
-        )
+        norms = norms.to(home_of(norms.dtype, client.base.device))
+        return Message({**client.base.sent_up(client.model), **changes, _NORMS: norms}, units=units)
 
     @torch.no_grad()
     def aggregate(self, server: Server) -> None:

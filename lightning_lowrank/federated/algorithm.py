@@ -96,6 +96,8 @@ class Claims:
             numbers are refused then.
         without_reference: Why codecs get values of the clients, and not changes: the broadcast lacks the values from
             which clients start. Codecs of the uplink that leave numbers out are refused then.
+        moving_numbers: Why the numbers at the same places of a client's tensor are of other parameters in different
+            messages. Error feedback of the uplink is refused then.
         trained_set_may_change: Whether other parameters may be trained from some round on, as with Lightning's
             ``BaseFinetuning``. The method then keeps nothing that is of the first round's parameters alone.
         averages_over_rounds: Whether the module's tensors may be averaged over rounds, as with Lightning's
@@ -114,6 +116,7 @@ class Claims:
     unprotected: str = ""
     not_single_numbers: str = ""
     without_reference: str = ""
+    moving_numbers: str = ""
     trained_set_may_change: bool = False
     averages_over_rounds: bool = True
     static_batch_norm: bool = False

@@ -365,7 +365,7 @@ class ClientOptimizers:
                 optimizer.state[parameters[index]] = _stack(each) if stacked else _part(each[0])
             counted = states[0].get("counters", {}).get(number, ())
             for group, values in zip(optimizer.param_groups, counted, strict=False):
-                group.update(copy.deepcopy(values))
+                group.update(_with_objects(copy.deepcopy(values), {}, group))
             # A projected optimizer's group lists the subspaces that its moments belong to.
             subspaces = states[0].get("subspaces", {}).get(number)
             for position, group in enumerate(optimizer.param_groups):
@@ -484,10 +484,12 @@ class _Attributes:
 
     def begin(self, kept: Sequence[Mapping[str, Any]] | None) -> None:
         """Load copies of a client's kept attributes, or of the initial ones, and the initial state."""
-        first = self._initial if kept is None else kept
-        for optimizer, names, own, state in zip(self._optimizers, self._names, first, self._states, strict=True):
+        given = self._initial if kept is None else kept
+        for optimizer, names, own, first, state in zip(
+            self._optimizers, self._names, given, self._initial, self._states, strict=True
+        ):
             if names:
-                own = own if kept is None else _with_objects(own, dict(_own(optimizer)))
+                own = own if kept is None else _with_objects(own, dict(_own(optimizer)), first)
                 # Copied, because an inner optimizer may share the outer one's groups.
                 copied = self._copied(optimizer, dict(own))
                 for name in vars(optimizer).keys() - _OF_EVERY_OPTIMIZER - copied.keys():
@@ -509,18 +511,26 @@ def _own(optimizer: Optimizer) -> Iterator[tuple[str, Any]]:
     yield from ((f"{_OWN}parameter {number}", value) for number, value in enumerate(_parameters_of(optimizer)))
 
 
-def _with_objects(value: Any, named: Mapping[str, Any]) -> Any:
-    """A kept attribute with the objects of `_own` in place of their names."""
+def _with_objects(value: Any, named: Mapping[str, Any], first: Any = None) -> Any:
+    """A kept attribute with the objects of `_own` in place of their names, in containers as in the initial ``first``.
+
+    Files and other processes have a dict, list or tuple in place of a container of a derived type.
+    """
+    if not isinstance(value, (Mapping, list, tuple)):
+        return named.get(value, value) if isinstance(value, str) else value
+    fits = isinstance(first, type(value)) and len(getattr(first, "_fields", value)) == len(value)
+    like: Any = first if fits else value
     if isinstance(value, Mapping):
-        entries = {_with_objects(key, named): _with_objects(entry, named) for key, entry in value.items()}
+        entries = {_with_objects(key, named): entry for key, entry in value.items()}
         # A copy of the container, because a defaultdict has a factory.
-        made: Any = copy.copy(value)
+        made = copy.copy(like)
         made.clear()
-        made.update(entries)
+        firsts = first if isinstance(first, Mapping) else {}
+        made.update({key: _with_objects(entry, named, firsts.get(key)) for key, entry in entries.items()})
         return made
-    if isinstance(value, (list, tuple)):
-        return getattr(type(value), "_make", type(value))([_with_objects(entry, named) for entry in value])
-    return named.get(value, value) if isinstance(value, str) else value
+    each_first = itertools.chain(first if isinstance(first, (list, tuple)) else (), itertools.repeat(None))
+    found = [_with_objects(entry, named, each) for entry, each in zip(value, each_first, strict=False)]
+    return getattr(type(like), "_make", type(like))(found)
 
 
 def _is_counted(name: str, value: Any) -> bool:

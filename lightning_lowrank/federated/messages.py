@@ -20,6 +20,8 @@ class Message:
         limits: Largest shapes of tensors that a client sends in shapes of its own choice, by name. A server of sites
             refuses a tensor of another shape than it expects; of these, no dimension may be larger, and
             `Algorithm.receive` checks the rest and raises `ValueError` for unusable tensors.
+        units: Numbers by which a client has divided tensors, by name, if they may differ between its messages. The
+            residual of error feedback is kept in the units of the product.
 
     Example:
         >>> import torch
@@ -30,6 +32,7 @@ class Message:
     tensors: Mapping[str, Tensor]
     codec: Codec | None = None
     limits: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
+    units: Mapping[str, float] = field(default_factory=dict)
 
     def split(self, prefix: str) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
         """Split the tensors by a name prefix: first those without it, then those with it, the prefix removed.

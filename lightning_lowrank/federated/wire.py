@@ -80,6 +80,10 @@ class SplitPacket(Packet):
         return data[_LENGTH.size : end], data[end:]
 
 
+def _multiplied(tensors: Mapping[str, Tensor], numbers: Mapping[str, float]) -> dict[str, Tensor]:
+    return {name: value * numbers[name] if name in numbers else value for name, value in tensors.items()}
+
+
 def _coarse(codecs: Sequence[Codec]) -> list[str]:
     """The names of the codecs that suit only changes, because they leave out numbers, directions or magnitudes."""
     return [type(codec).__name__ for codec in codecs if codec.sparse or codec.one_magnitude]
@@ -170,10 +174,17 @@ class Wire:
         """Initialise the shared copy by the initial model. Called by server and sites before the first round.
 
         Raises:
-            MisconfigurationException: If codecs of the uplink leave numbers out that have no reference.
+            MisconfigurationException: If codecs of the uplink leave numbers out that have no reference, or keep a
+                residual of numbers that are at other places in other messages.
         """
-        if self._algorithm.claims.without_reference:
-            self._refuse_coarse(self._algorithm.claims.without_reference)
+        claims = self._algorithm.claims
+        if claims.without_reference:
+            self._refuse_coarse(claims.without_reference)
+        if claims.moving_numbers and self.uplink.error_feedback:
+            raise MisconfigurationException(
+                f"uplink={list(self.uplink.codecs)!r}: {type(self._algorithm).__name__} {claims.moving_numbers}, and"
+                " error feedback would add the residual of some numbers to others: leave out error_feedback."
+            )
         if self.shares_copy and _COPY not in base.state:
             base.state[_COPY] = detached(base.sent_down(trained_tensors(base.module)))
 
@@ -310,11 +321,12 @@ class Wire:
         outgoing, exact = [self._outgoing(*answer) for answer in answers], self._exact(answers[0][0].base)
         with self._going_through(self.uplink):
             packets = self.uplink.send_together(outgoing, exact=exact)
-        for (client, *_), packet in zip(answers, packets, strict=True):
+        for (client, message, _), packet in zip(answers, packets, strict=True):
             if packet.memory:
                 client.state[_MEMORY] = packet.memory
             if self.uplink.error_feedback:
-                client.state.update({_RESIDUAL: packet.residual, _LAST: client.round})
+                residual = _multiplied(packet.residual, message.units)
+                client.state.update({_RESIDUAL: residual, _LAST: client.round})
                 self._warn_of_no_effect(packet.residual)
         return packets
 
@@ -332,7 +344,7 @@ class Wire:
             message.tensors,
             derive_seed(client.seed, "uplink", client.round, client.id),
             known,
-            residual,
+            _multiplied(residual, {name: 1 / unit for name, unit in message.units.items()}),
             client.state.get(_MEMORY),
         )
 

@@ -42,6 +42,13 @@ class FactorExchange:
         first = self._operator.sent_down(0)
         return any(self._operator.sent_down(number) != first for number in range(1, _LONGEST_PERIOD))
 
+    @property
+    def sends_values(self) -> bool:
+        """Whether a client may send a factor that the round's broadcast leaves out."""
+        up, down = self._operator.sent_up, self._operator.sent_down
+        rounds = range(_LONGEST_PERIOD)
+        return self.alternates and any(up(number) - down(max(number - 1, 0)) for number in rounds)
+
     # On the server
 
     def due(self, server: Server, client: int, level: float) -> set[str]:

@@ -56,9 +56,10 @@ class FedLoRA(ChangesBase, UnequalClients, Personal):
     of the parameters trained outside the adapters; its inner products come from the factors, and no product is built.
     Rules of single numbers are refused, as are operators whose clients keep a pair or a factor of their own.
 
-    Codecs of the loop's ``uplink`` get changes of factors, in the scaling of each client's own rank. If broadcasts have
-    different factors in different rounds (``RoLoRA``, ``LoRAA2``, ``FedSVD`` with a period above 1), they get values.
-    Then ``Half`` and ``Quantize`` can be used; ``Sign`` and codecs that leave numbers out are refused.
+    Codecs of the loop's ``uplink`` get changes of factors, in the scaling of each client's own rank. If clients send
+    factors that the broadcast leaves out (``RoLoRA``, ``LoRAA2``), they get values. Then ``Half`` and ``Quantize`` can
+    be used; ``Sign`` and codecs that leave numbers out are refused. So is ``error_feedback=True`` with
+    ``upload_ranks``.
 
     Args:
         operator: How factors are combined, such as ``ProductSum()`` or ``SumProduct()``.
@@ -119,6 +120,7 @@ class FedLoRA(ChangesBase, UnequalClients, Personal):
             needs_only_mean=operator.linear and not self._ranks.mixed and not self.upload_ranks,
             unprotected=of_own if operator.broadcasts == "personal" else "",
             not_single_numbers="the rule works on single numbers, of which products of factors have no list",
+            moving_numbers=f"with {upload_ranks=} sends other rank slots in other rounds" if self.upload_ranks else "",
             handles_shared_memory=True,
         )
 
@@ -134,7 +136,7 @@ class FedLoRA(ChangesBase, UnequalClients, Personal):
         local = [f"the factor {name} of each adapter" for name in self.operator.trained(0) - self.operator.sent_up(0)]
         local += [join_names(sorted(self._kept))] if self._kept else []
         left_out = f"with {self.operator!r} sends values of factors that the round's broadcast leaves out"
-        without = left_out if self._exchange.alternates else ""
+        without = left_out if self._exchange.sends_values else ""
         self.claims = replace(self.claims, local_part=" and ".join(local), without_reference=without)
         if "initial" not in base.state:
             self._exchange.remember(base, trained, self._kept)

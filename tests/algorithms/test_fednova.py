@@ -86,6 +86,15 @@ def test_equal_steps_are_federated_averaging(tmp_path, optimizer):
         assert gap < 1e-12 if even else gap > 1e-4
 
 
+def test_losses_are_fed_back_in_the_units_of_the_model(tmp_path):
+    """With equal steps and a schedule, the result is that of federated averaging."""
+    schedule = {"scheduler": partial(torch.optim.lr_scheduler.ExponentialLR, gamma=0.3)}
+    uplink, settings = [TopK(0.1, error_feedback=True)], {"module": schedule, "local_steps": 3}
+    ended, _ = federated(tmp_path, FedNova(), uplink=uplink, **settings)
+    plain, _ = federated(tmp_path, FedAvg(), uplink=uplink, **settings)
+    assert_close(ended, plain)
+
+
 @pytest.mark.slow
 def test_learning_rates_count(tmp_path):
     """A client with a tenth of the learning rate has done a tenth of the work."""

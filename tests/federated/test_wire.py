@@ -22,8 +22,10 @@ from lightning_lowrank import (
     FedLoRA,
     FedMUD,
     FedSB,
+    FedSVD,
     FromIndices,
     Half,
+    LoRAA2,
     LowRank,
     LowRankCodec,
     MatrixProduct,
@@ -430,6 +432,11 @@ def fit_adapters(tmp_path, algorithm, codec):
     fit(trainer(tmp_path, lowrank, loop, max_epochs=2, limit_val_batches=0), Module(), Data())
 
 
+def test_error_feedback_is_refused_for_slots_that_differ_between_rounds(tmp_path):
+    with pytest.raises(MisconfigurationException, match=r"error_feedback=True.*FedLoRA.*upload_ranks=3"):
+        fit_adapters(tmp_path, FedLoRA(LoRAA2(), upload_ranks=3), Quantize(error_feedback=True))
+
+
 @pytest.mark.parametrize("codec", [TopK(0.1, error_feedback=True), LowRankCodec(1), Sign()])
 def test_a_sparse_codec_is_refused_for_factors_that_are_sent_as_values(tmp_path, codec):
     with pytest.raises(MisconfigurationException, match=rf"RoLoRA.*{type(codec).__name__}.*Half"):
@@ -439,7 +446,8 @@ def test_a_sparse_codec_is_refused_for_factors_that_are_sent_as_values(tmp_path,
 @pytest.mark.parametrize(
     ("make", "codec"),
     [
-        (lambda: FedLoRA(RoLoRA()), Quantize()),
+        (lambda: FedLoRA(RoLoRA()), Quantize(error_feedback=True)),
+        (lambda: FedLoRA(FedSVD(2)), TopK(0.1, error_feedback=True)),
         (lambda: FedLoRA(RBLA(), levels=(1.0, 0.5)), TopK(0.1, error_feedback=True)),
         (lambda: FedLoRA(RBLA(), ranks={1: 1}), LowRankCodec(1)),
     ],
