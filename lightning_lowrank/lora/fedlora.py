@@ -120,6 +120,7 @@ class FedLoRA(ChangesBase, UnequalClients, Personal):
             needs_only_mean=operator.linear and not self._ranks.mixed and not self.upload_ranks,
             unprotected=of_own if operator.broadcasts == "personal" else "",
             not_single_numbers="the rule works on single numbers, of which products of factors have no list",
+            new_basis=f"factors, by {operator!r}," if operator.new_basis else "",
             handles_shared_memory=True,
         )
 
