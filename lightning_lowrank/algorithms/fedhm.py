@@ -73,7 +73,7 @@ class FedHM(UnequalClients):
         ... ]
     """
 
-    claims = Claims(static_batch_norm=True)
+    claims = Claims(new_basis="the factors of each weight", static_batch_norm=True)
 
     def __init__(
         self,

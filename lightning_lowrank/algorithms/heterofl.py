@@ -154,6 +154,13 @@ class HeteroFL(PartAveraging):
 
     def end(self, client: ClientContext) -> Message:
         message = super().end(client)
+        if self._capacities.capacity == "dynamic" and client.base.buffer_policy == "local":
+            # Channels that the client does not have are zero, which moved their statistics.
+            for name, earlier in client.state.get("buffers", client.base.initial_buffers).items():
+                trained = client.model[name].clone()
+                block = leading(self._shape(name, trained.shape, self._capacities.level(client)))
+                client.model[name].copy_(earlier)
+                client.model[name][block] = trained[block]
         if self.last_layer == "mean":
             return message
         rows = next(iter(self._last.values()))

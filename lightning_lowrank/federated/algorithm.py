@@ -102,6 +102,9 @@ class Claims:
             ``BaseFinetuning``. The method then keeps nothing that is of the first round's parameters alone.
         averages_over_rounds: Whether the module's tensors may be averaged over rounds, as with Lightning's
             ``WeightAveraging``. Not if factors that hold a change are redrawn in some rounds.
+        new_basis: The factors that the server derives from a decomposition in each round or some, so that the residuals
+            and moments that clients keep are of an earlier basis. A fit with error feedback of the uplink or
+            ``optimizer_state="keep"`` warns.
         static_batch_norm: Whether the paper trains BatchNorm with static statistics, `StaticBatchNorm`. A fit without
             it warns.
         handles_shared_memory: Whether the method itself handles two tensors in one memory, as keeping one value of both
@@ -119,6 +122,7 @@ class Claims:
     moving_numbers: str = ""
     trained_set_may_change: bool = False
     averages_over_rounds: bool = True
+    new_basis: str = ""
     static_batch_norm: bool = False
     handles_shared_memory: bool = False
 

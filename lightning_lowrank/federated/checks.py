@@ -667,6 +667,24 @@ def local_part_advice(algorithm: Algorithm, remedy: str = _BY_PERSONAL_TEST) -> 
     ]
 
 
+def new_basis_advice(settings: FederatedSettings) -> list[str]:
+    """A warning, if clients keep residuals or moments of factors that the server writes in a new basis."""
+    claims, feedback = settings.algorithm.claims, any(codec.error_feedback for codec in settings.uplink)
+    given = {
+        "error_feedback=True of the uplink": feedback,
+        "optimizer_state='keep'": settings.optimizer_state == "keep",
+    }
+    kept = [setting for setting, used in given.items() if used]
+    if not claims.new_basis or not kept:
+        return []
+    return [
+        f"{type(settings.algorithm).__name__} writes {claims.new_basis} in the basis of a new decomposition, and what"
+        f" clients keep by {join_names(kept)} is of the basis before: it is used as it is, and is in error where"
+        " singular vectors have turned, or changed their signs or order. It may help nevertheless: compare with a fit"
+        " without it."
+    ]
+
+
 def warn_of_changed_base(algorithm: Algorithm, base: Base) -> None:
     """Warn that PEFT's ``save_pretrained()`` omits the method's changes of frozen weights."""
     wrapped = any(peft_layers(base.module))

@@ -17,7 +17,12 @@ from lightning_lowrank.compression import Packet
 from lightning_lowrank.federated.algorithm import detached
 from lightning_lowrank.federated.attacks import Attackers
 from lightning_lowrank.federated.broadcasts import Broadcasts
-from lightning_lowrank.federated.checks import check_followed, local_part_advice, static_batch_norm_advice
+from lightning_lowrank.federated.checks import (
+    check_followed,
+    local_part_advice,
+    new_basis_advice,
+    static_batch_norm_advice,
+)
 from lightning_lowrank.federated.client_optimizers import ClientOptimizers
 from lightning_lowrank.federated.data.planner import RoundPlan
 from lightning_lowrank.federated.exchange import Exchange, Parts
@@ -93,6 +98,7 @@ class Coordinator(Exchange):
     def notes(self, trainer: Any) -> list[str]:
         module, settings = trainer.lightning_module, self.settings
         advice = static_batch_norm_advice(self.algorithm, trainer, module, settings.buffers)
+        advice += new_basis_advice(settings)
         return advice + (local_part_advice(self.algorithm) if settings.personal_test is None else [])
 
     # Begin of a round

@@ -29,7 +29,13 @@ from lightning_lowrank.aggregation.aggregator import equal_tensors
 from lightning_lowrank.arguments import first_ten
 from lightning_lowrank.compression import DecodingError, Packet
 from lightning_lowrank.configuration import check_choice
-from lightning_lowrank.federated.checks import check_callbacks, local_part_advice, notes, static_batch_norm_advice
+from lightning_lowrank.federated.checks import (
+    check_callbacks,
+    local_part_advice,
+    new_basis_advice,
+    notes,
+    static_batch_norm_advice,
+)
 from lightning_lowrank.federated.checks import check_optimizers as check_all_are_trained
 from lightning_lowrank.federated.client_evaluation import FurtherModels
 from lightning_lowrank.federated.client_states import ClientStates
@@ -344,7 +350,7 @@ class RemoteRounds(Callback):
             self.coordinator.load_state_dict(state["server"], lambda kept: move_data_to_device(kept, pl_module.device))
         self._further = FurtherModels(None, self.coordinator)
         self.coordinator.setup()
-        for note in local_part_advice(self.algorithm, _ON_THEIR_SITES):
+        for note in local_part_advice(self.algorithm, _ON_THEIR_SITES) + new_basis_advice(self.loop):
             rank_zero_warn(note)
 
     def _begin_admission(self) -> None:

@@ -19,7 +19,7 @@ from lightning_lowrank.lora.adapters import FACTORS, Adapter, Name
 from lightning_lowrank.lora.inputs import BOTH
 from lightning_lowrank.lora.operator import Operator
 from lightning_lowrank.lora.pairs import LowRankPair
-from lightning_lowrank.lora.ranks import LayerRanks
+from lightning_lowrank.lora.ranks import LayerRanks, with_further_slots
 from lightning_lowrank.lora.robust import robust_weights
 
 _LONGEST_PERIOD = 256
@@ -116,10 +116,23 @@ class FactorExchange:
         first = {name: 0 if name in down else -1 for name in FACTORS}
         return server.state.get("versions", first)
 
-    @staticmethod
-    def global_values(server: Server, client: int) -> dict[str, Tensor]:
-        """The global values, with the factors that the server stores for this client."""
-        return {**server.model, **server.state.get("pairs", {}).get(client, {})}
+    def global_values(self, server: Server, client: int) -> dict[str, Tensor]:
+        """The global values, with the factors or slots that the server stores for this client."""
+        own = server.state.get("pairs", {}).get(client, {})
+        if self._ranks.drawn:
+            factors = self._ranks.adapters.factors
+            own = {name: with_further_slots(*factors[name], value, server.model[name]) for name, value in own.items()}
+        return {**server.model, **own}
+
+    def store_pair(self, server: Server, client: int, adapter: Adapter, pair: LowRankPair) -> None:
+        """Store a client's own pair; if its rank was drawn, without slots that the client has never had."""
+        own = server.state.setdefault("pairs", {}).setdefault(client, {})
+        scaling, absorbing = self._ranks.adapters.scalings[adapter.name], self._operator.absorbing(server.round)
+        tensors = adapter.tensors(pair, scaling, absorbing)
+        for name, parameter in adapter.parameters.items() if self._ranks.drawn else ():
+            slots = adapter.slots(name, tensors[parameter], pair.rank)
+            tensors[parameter] = with_further_slots(adapter, name, slots, own.get(parameter, slots))
+        own.update(tensors)
 
     def completed_pairs(self, server: Server, client: int, arrival: State) -> dict[str, LowRankPair]:
         """A client's pairs by layer: the factors that it sent, completed by those from which it started."""

@@ -21,7 +21,7 @@ from lightning_lowrank.lora.base_changes import BaseChanges
 from lightning_lowrank.lora.exchange import FactorExchange
 from lightning_lowrank.lora.inputs import BOTH, AggregatedRound
 from lightning_lowrank.lora.operator import Operator
-from lightning_lowrank.lora.ranks import LayerRanks, Ranks, padded_factor
+from lightning_lowrank.lora.ranks import LayerRanks, Ranks, padded_factor, with_further_slots
 from lightning_lowrank.lora.requirements import adapters_of
 from lightning_lowrank.lora.slots import UploadSlots
 from lightning_lowrank.seeding import derive_seed
@@ -65,7 +65,8 @@ class FedLoRA(ChangesBase, UnequalClients, Personal):
         operator: How factors are combined, such as ``ProductSum()`` or ``SumProduct()``.
         levels: Shares of each layer's rank, in (0, 1], the largest 1.
         capacity: ``"fixed"``: a client always has the same level; levels are assigned in turns, in the order of ids.
-            ``"dynamic"``: each client's level is drawn in each round.
+            ``"dynamic"``: each client's level is drawn in each round. With ``FedSA`` and ``FedInc`` a client's own
+            factors keep their values in slots beyond the rank drawn.
         shares: Relative number of clients of each level, or its chance to be drawn; equal by default.
         keep: Patterns of names of trained parameters outside the adapters that stay with each client.
         upload_ranks: For ``LoRAA2``: how many rank slots, over all layers, a client uploads: those that training
@@ -121,6 +122,7 @@ class FedLoRA(ChangesBase, UnequalClients, Personal):
             unprotected=of_own if operator.broadcasts == "personal" else "",
             not_single_numbers="the rule works on single numbers, of which products of factors have no list",
             moving_numbers=f"with {upload_ranks=} sends other rank slots in other rounds" if self.upload_ranks else "",
+            new_basis=f"factors, by {operator!r}," if operator.new_basis else "",
             handles_shared_memory=True,
         )
 
@@ -192,8 +194,7 @@ class FedLoRA(ChangesBase, UnequalClients, Personal):
         for layer, adapter, scaling in adapters:
             server.model.update(adapter.tensors(found[layer].server, scaling, absorbing))
             for client, pair in zip(pairs, found[layer].clients, strict=True) if personal else ():
-                own = server.state.setdefault("pairs", {}).setdefault(client, {})
-                own.update(adapter.tensors(pair, scaling, absorbing))
+                self._exchange.store_pair(server, client, adapter, pair)
         if announced := self._changes.announcement(found, server.round):
             self.announce(server, announced)
         server.model.update(server.base.state.get("factors", {}))
@@ -203,7 +204,7 @@ class FedLoRA(ChangesBase, UnequalClients, Personal):
 
     def begin(self, client: ClientContext, message: Message) -> None:
         """Load the message and the client's own values; slots beyond the client's rank are zero."""
-        if self._ranks.mixed and self.capacity == "dynamic":
+        if self._ranks.drawn:
             refuse_kept_moments(client, "with capacity='dynamic' a client trains other slots in each round")
         factors, level = self._ranks.adapters.factors, self._ranks.level(client)
         values = {name: value for name, value in message.tensors.items() if name in client.model}
@@ -245,7 +246,11 @@ class FedLoRA(ChangesBase, UnequalClients, Personal):
                 limits |= self._slots.limits(adapter, name, value)
             elif name in self.operator.trained(client.round):
                 ratio = self._exchange.from_own(adapter, name, client.round)
-                personal[parameter] = padded_factor(adapter, name, client.model[parameter], ratio).clone()
+                own = padded_factor(adapter, name, client.model[parameter], ratio)
+                if self._ranks.drawn:
+                    known = self._exchange.client_values(client)[parameter]
+                    own = with_further_slots(adapter, name, self._ranks.slots(adapter, name, own, level), known)
+                personal[parameter] = own.clone()
         if personal:
             client.state["personal"] = personal
         return Message(sent, limits=limits)
@@ -296,10 +301,10 @@ class FedLoRA(ChangesBase, UnequalClients, Personal):
         return self._ranks.cut(self._exchange.global_values(server, client.id), self._ranks.level(client))
 
     def has_full_model(self, server: Server, client: ClientInfo, state: State) -> bool:
-        # A client's own factor is zero beyond its rank, which also cuts the shared factor in the product.
+        # A client's own factor is zero beyond a fixed rank, which also cuts the shared factor in the product.
         own = server.state.get("pairs", {}).get(client.id, {}).keys() | state.get("personal", {}).keys()
         cut = self._ranks.level(client) == 1 or not own.isdisjoint(self._ranks.adapters.factors)
-        return cut and self._ranks.is_fixed(client)
+        return cut and not self._ranks.drawn
 
     def variants(self, server: Server) -> dict[str, Mapping[str, Tensor]]:
         smaller = self._ranks.smaller_levels(server.base.clients)

@@ -34,6 +34,7 @@ class Operator(Configured, ABC):
             cohort receives ``server.resized(rank, scaling, absorbing(round))``. ``"personal"``: each client has its
             own pair.
         redraws: Whether the pairs that clients receive are drawn by :meth:`fresh`, and need not be sent.
+        new_basis: Whether the pairs that clients receive are those of an SVD, whose basis differs from the last one's.
         changes_base: Whether there is a change of the base weight, which every client needs, also outside the cohort.
         mixed_ranks: Whether clients of different ranks can be aggregated.
         linear: Whether for clients of one rank the result depends on the mean of each sent factor alone.
@@ -42,6 +43,7 @@ class Operator(Configured, ABC):
 
     broadcasts: ClassVar[Literal["common", "personal"]] = "common"
     redraws: ClassVar[bool] = False
+    new_basis: ClassVar[bool] = False
     changes_base: ClassVar[bool] = False
     mixed_ranks: ClassVar[bool] = True
     linear: ClassVar[bool] = False

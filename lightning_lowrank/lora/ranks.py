@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Mapping, Sequence
 from numbers import Integral
 
+import torch
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import Tensor, nn
 
@@ -74,9 +75,10 @@ class LayerRanks:
             return self._capacities.level(client)
         return self._given.rank(client.id, self._largest) / self._largest
 
-    def is_fixed(self, client: ClientInfo) -> bool:
-        """Whether a client has the same level in every round."""
-        return bool(self._given) or self._capacities.always(client, self.level(client))
+    @property
+    def drawn(self) -> bool:
+        """Whether each client's level is drawn in each round."""
+        return not self._given and len(self.levels) > 1 and self._capacities.capacity == "dynamic"
 
     def rank(self, adapter: Adapter, level: float) -> int:
         """The rank of a layer for clients of a level."""
@@ -164,6 +166,14 @@ def padded_factor(adapter: Adapter, name: Name, value: Tensor, ratio: float = 1.
     if ratio != 1:
         matrix = matrix * ratio
     return adapter.value(name, padded(matrix, adapter.rank, 1 if name == "B" else 0))
+
+
+def with_further_slots(adapter: Adapter, name: Name, value: Tensor, other: Tensor) -> Tensor:
+    """A factor with the slots of ``value``, followed by the slots of ``other`` that ``value`` lacks."""
+    dim = 1 if name == "B" else 0
+    matrix, rest = adapter.matrix(name, value), adapter.matrix(name, other).to(value)
+    first = min(matrix.shape[dim], rest.shape[dim])
+    return adapter.value(name, torch.cat([matrix, rest.narrow(dim, first, rest.shape[dim] - first)], dim=dim))
 
 
 class ClientRanks:

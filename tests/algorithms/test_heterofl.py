@@ -5,6 +5,7 @@ from functools import partial
 
 import pytest
 import torch
+from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import nn
 
@@ -116,6 +117,29 @@ def test_clients_train_narrower_networks(tmp_path, scaled, execution):
     rounds = [{client: RATES[client % 3] for client in clients} for clients in PARTICIPANTS]
     assert_close(weights(module.net), reference(rounds, scaled))
     assert not any(layer._forward_hooks for layer in module.modules())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("execution", ["sequential", "vectorized"])
+def test_local_statistics_of_absent_channels_stay(tmp_path, execution):
+    kept, compared = {}, 0
+
+    class Compare(Callback):
+        def on_train_epoch_end(self, trainer, pl_module):
+            nonlocal compared
+            for client in range(len(CLIENTS)):
+                now = loop.coordinator.states[client]["buffers"]["net.2.running_var"]
+                channels = math.ceil(algorithm._capacities.level(loop.coordinator.info(client)) * 7)
+                before = kept.get(client, torch.ones(7).double())
+                assert torch.equal(now[channels:], before[channels:])
+                assert not torch.isclose(now[:channels], before[:channels]).any()
+                kept[client], compared = now, compared + (channels < 7 and client in kept)
+
+    algorithm = HeteroFL(RATES, "dynamic")
+    module, arguments = Module(convolutions(), optimizer=SGD), {"buffers": "local", "execution": execution}
+    loop = FederatedLoop(algorithm, partition=FromIndices(CLIENTS), summary=False, **arguments)
+    fit(trainer(tmp_path, loop, Compare(), max_epochs=3, **DOUBLE), module, Data(images(), shuffle=False))
+    assert compared > 0
 
 
 @pytest.mark.slow

@@ -19,10 +19,12 @@ from lightning_lowrank import (
     FedAvgM,
     FederatedLoop,
     FedEx,
+    FedHM,
     FedLoRA,
     FedMUD,
     FedSB,
     FedSVD,
+    FLoRA,
     FromIndices,
     Half,
     LoRAA2,
@@ -30,6 +32,7 @@ from lightning_lowrank import (
     LowRankCodec,
     MatrixProduct,
     Quantize,
+    RaFLoRA,
     RandomCoordinates,
     RandomMask,
     RoLoRA,
@@ -41,6 +44,8 @@ from lightning_lowrank import (
 from lightning_lowrank.compression import Chain, Channel, Dense, Split
 from lightning_lowrank.compression.wire import DecodingError
 from lightning_lowrank.federated import ChangesBase, wire
+from lightning_lowrank.federated import loop as federated_loop
+from lightning_lowrank.federated.checks import new_basis_advice
 from lightning_lowrank.federated.wire import Wire
 from lightning_lowrank.layers import low_rank_layers
 from lightning_lowrank.seeding import derive_seed
@@ -124,6 +129,7 @@ DRAWN: dict[str, tuple[Any, str, Any]] = {
     "FedSLoP": (METHODS["FedSLoP"].make, "coefficients.", lambda last, now: True),
     "FedLoRA-FLoRA": (METHODS["FedLoRA-FLoRA"].make, ".factors.", lambda last, now: True),
     "FedLoRA-SumProduct": (lambda: FedLoRA(SumProduct()), ".factors.", lambda last, now: False),
+    "FedHM": (METHODS["FedHM"].make, ".factors.", lambda last, now: False),
     "FedSB": (partial(FedSB, 3), ".factors.", lambda last, now: last < min(now, 3)),
 }
 
@@ -169,7 +175,7 @@ def test_what_belongs_to_old_factors_is_forgotten(tmp_path, monkeypatch, name):
     monkeypatch.setattr(Wire, "up", upload)
     drawn_run(tmp_path, name)
     assert sorted(last) == [0, 1, 2, 3]
-    assert (forgotten > 0) == (name != "FedLoRA-SumProduct")
+    assert (forgotten > 0) == (name not in ("FedLoRA-SumProduct", "FedHM"))
 
 
 @pytest.mark.slow
@@ -180,6 +186,30 @@ def test_error_feedback_without_effect_is_told_once(tmp_path, monkeypatch, name)
     drawn_run(tmp_path, name)
     assert len(said) == (name in ("FedMUD", "FedSLoP", "FedLoRA-FLoRA"))
     assert all("has no effect on" in each and DRAWN[name][1] in each for each in said)
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "told"),
+    [(FedHM(), True), (FedAvg(), False)]
+    + [(FedLoRA(kind()), kind in (SumProduct, RaFLoRA, FedSVD)) for kind in (SumProduct, RaFLoRA, FedSVD, RBLA, FLoRA)],
+    ids=repr,
+)
+def test_numbers_of_an_old_basis_are_told(algorithm, told):
+    loop = FederatedLoop(algorithm, clients=2, uplink=[TopK(0.3, error_feedback=True)], optimizer_state="keep")
+    operator = repr(getattr(algorithm, "operator", ""))
+    notes = new_basis_advice(loop)
+    assert len(notes) == told
+    assert all(each in note for note in notes for each in ("error_feedback=True", "optimizer_state='keep'"))
+    assert all(operator in note for note in notes if isinstance(algorithm, FedLoRA))
+    assert not new_basis_advice(FederatedLoop(algorithm, clients=2, uplink=[TopK(0.3)]))
+
+
+@pytest.mark.slow
+def test_a_fit_tells_of_an_old_basis(tmp_path, monkeypatch):
+    said = []
+    monkeypatch.setattr(federated_loop, "rank_zero_warn", said.append)
+    drawn_run(tmp_path, "FedLoRA-SumProduct")
+    assert len([each for each in said if "SumProduct" in each and "error_feedback=True" in each]) == 1
 
 
 @pytest.mark.slow

@@ -487,6 +487,30 @@ def test_clusters_receive_their_own_means(tmp_path):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("operator", [FedSA(), FedInc(clusters=2)], ids=repr)
+def test_own_slots_beyond_a_drawn_rank_stay(tmp_path, operator):
+    algorithm = FedLoRA(operator, levels=(1.0, 1 / 3), capacity="dynamic")
+    _, _, wire, seen = federate(tmp_path, algorithm, rounds=6)
+    returned = 0
+    for client in range(3):
+        own, last = {}, 3
+        for number in range(6):
+            start = wire.started[number, client]["net.0"]
+            rank = int((start.A.norm(dim=1) > 0).sum())
+            common = seen[number - 1].broadcasts["net.0"].server if number else start
+            for slot in range(rank):
+                wanted = own.get(slot, common.scaling * common.B[:, slot])
+                torch.testing.assert_close(start.scaling * start.B[:, slot], wanted, rtol=1e-12, atol=1e-12)
+            returned += len(own.keys() & set(range(last, rank)))
+            trained = start.scaling * wire.trained[number, client]["net.0.factors.U"]
+            mean = seen[number].broadcasts["net.0"].clients[client]
+            after = trained if isinstance(operator, FedSA) else mean.scaling * mean.B
+            own |= {slot: after[:, slot] for slot in range(rank)}
+            last = rank
+    assert returned > 0
+
+
+@pytest.mark.slow
 def test_a_clients_own_model_is_in_the_checkpoint(tmp_path):
     loop = FederatedLoop(FedLoRA(FedInc(clusters=2)), partition=FromIndices(CLIENTS), summary=False)
     module = Module(network())

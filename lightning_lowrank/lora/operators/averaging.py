@@ -125,6 +125,8 @@ class FedSVD(FFA):
         (tensor([1., 1., 1., 1.]), tensor([[1.]]))
     """
 
+    new_basis: ClassVar[bool] = True
+
     def __init__(self, period: int = 1) -> None:
         check_integer("period", period)
         self.period = period

@@ -63,6 +63,8 @@ class SumProduct(Operator):
                 [0.0000, 1.5000]])
     """
 
+    new_basis: ClassVar[bool] = True
+
     def __init__(self, split: Split = "left", method: Method = "exact") -> None:
         check_choice("split", split, Split)
         check_choice("method", method, Method)
