@@ -117,11 +117,12 @@ class FedLoRA(ChangesBase, UnequalClients, Personal):
         self.observers: list[Callable[[AggregatedRound], None]] = []
         self._kept: set[str] = set()
         of_own = f"with {operator!r} each client has a pair or a factor of its own"
+        moving = f"with upload_ranks={', '.join(map(str, self.upload_ranks))} sends other rank slots in other rounds"
         self.claims = Claims(
             needs_only_mean=operator.linear and not self._ranks.mixed and not self.upload_ranks,
             unprotected=of_own if operator.broadcasts == "personal" else "",
             not_single_numbers="the rule works on single numbers, of which products of factors have no list",
-            moving_numbers=f"with {upload_ranks=} sends other rank slots in other rounds" if self.upload_ranks else "",
+            moving_numbers=moving if self.upload_ranks else "",
             new_basis=f"factors, by {operator!r}," if operator.new_basis else "",
             handles_shared_memory=True,
         )

@@ -265,8 +265,10 @@ def hooks(algorithm: Algorithm) -> frozenset[str]:
         from lightning_lowrank.lora import Operator
 
         operator = algorithm.operator
-        # Which factor absorbs a difference of scalings is arithmetic, and without upload_ranks no slots are selected.
-        own = {name for name in vars(Operator) if name[0] != "_"} - {"absorbing", "selects", "select_ranks"}
+        # Which factor absorbs a difference of scalings is arithmetic, without upload_ranks no slots are selected, and
+        # new_basis is for a warning.
+        apart = {"absorbing", "selects", "select_ranks", "new_basis"}
+        own = {name for name in vars(Operator) if name[0] != "_"} - apart
         found = {name for name in own if getattr(type(operator), name) is not getattr(Operator, name)}
         return frozenset(f"operator.{name}" for name in found) | ({"levels"} if len(algorithm.levels) > 1 else set())
     # Commits without protocols are compared with by this table too.
