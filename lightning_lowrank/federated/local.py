@@ -151,7 +151,7 @@ class LocalTraining(OfTheRun):
         If the fit `stopped` before the client's last batch, the client stays open.
         """
         turns, self._chunk = self._turns, chunk
-        last, ends_round, look = chunk.steps - 1, False, self.look
+        last, ends_round, look, stacked = chunk.steps - 1, False, self.look, self._execution.stacked
         self.made, self.stopped = 0, False
         turns.begin_client(chunk.steps)
         self.logbook.begin_client()
@@ -165,7 +165,9 @@ class LocalTraining(OfTheRun):
                 look(batch)
                 look = None
             self._execution.before_batch(number)
-            self.logbook.begin_step(batch)
+            size = sum(len(places.numbers) * places.samples for places, _ in batch) if stacked else None
+            turns.show_batch(batch, number, size)
+            self.logbook.begin_step(batch, size)
             if skips:
                 turns.warn_of_none()
             elif turns.starts_are_heard and turns.tell_start(batch, number):

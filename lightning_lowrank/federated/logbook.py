@@ -15,8 +15,15 @@ from lightning.pytorch.utilities.data import extract_batch_size
 from torch import Tensor
 from torchmetrics import Metric
 
-from lightning_lowrank.internals.lightning import HOOK, empty_results, logging_as, logging_into, rows_of
-from lightning_lowrank.internals.replaced import replaced
+from lightning_lowrank.internals.lightning import (
+    HOOK,
+    empty_results,
+    lightnings_log,
+    logging_as,
+    logging_by,
+    logging_into,
+    rows_of,
+)
 
 _DEFAULTS: dict[str, Any] = {
     "prog_bar": False,
@@ -60,7 +67,7 @@ class Logbook:
     def __init__(self, trainer: Any) -> None:
         self._trainer = trainer
         self._module = trainer.lightning_module
-        self._original: Callable[..., None] = self._module.log
+        self._original = lightnings_log(self._module)
         self._open = False
         self._batch: Any = None
         self._size: int | None = None
@@ -71,17 +78,17 @@ class Logbook:
         self._checked = empty_results(trainer)
 
     def installed(self) -> AbstractContextManager[None]:
-        """A context in which the module's ``log`` writes into this book."""
-        return replaced(self._module, log=_Log(self))
+        """A context in which values that the module logs go into this book."""
+        return logging_by(self._module, _Log(self))
 
     def begin_client(self) -> None:
         """Begin to collect a client's values."""
         self._of_client.clear()
         self._open = not self._trainer.barebones
 
-    def begin_step(self, batch: Any) -> None:
-        """Set the batch whose size, as Lightning infers it, weights the step's values."""
-        self._batch, self._size = batch, None
+    def begin_step(self, batch: Any, size: int | None = None) -> None:
+        """Set the batch whose size weights the step's values; ``None``: the size is as Lightning infers it."""
+        self._batch, self._size = batch, size
 
     def end_client(self) -> None:
         """Pass on the values that are logged per client; keep those that are logged per round."""

@@ -285,6 +285,17 @@ class ClientTurns:
         progress.current.ready, progress.is_last_batch = number + 1, is_last
         self._accumulates = (number + 1) % group != 0 and not is_last
 
+    def show_batch(self, batch: Any, number: int, size: int | None) -> None:
+        """Show Lightning the batch of step ``number``, whose size weights values that it collects itself.
+
+        ``size`` is ``None`` if Lightning is to infer it.
+        """
+        results = self._loop._results
+        results.batch, results.batch_size = batch, size
+        if number:
+            # While it is set, Lightning forgets a hook's values when another hook logs.
+            self._trainer._logger_connector._first_loop_iter = False
+
     def begin_client(self, steps: int) -> None:
         """Begin a client's turn with ``steps`` batches."""
         self._at_start = _Counts(self._trainer)

@@ -11,6 +11,7 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import lightning.pytorch as pl
@@ -337,6 +338,29 @@ def logging_into(trainer: Any, results: Any, batch: Any) -> Iterator[None]:
             yield
     finally:
         results.batch, connector._current_fx = None, hook
+
+
+def lightnings_log(module: pl.LightningModule) -> Callable[..., None]:
+    """``LightningModule.log`` of a module, which the module may override."""
+    return partial(pl.LightningModule.log, module)
+
+
+def logging_by(module: pl.LightningModule, log: Callable[..., None]) -> AbstractContextManager[None]:
+    """A context in which ``log`` takes the place of ``LightningModule.log`` for a module.
+
+    A module's own ``log()`` is called as before, and ``log`` with what it passes on to ``super().log()``.
+    """
+    original = pl.LightningModule.log
+    if type(module).log is original:
+        return replaced(module, log=log)
+
+    def of_module(owner: pl.LightningModule, *arguments: Any, **keywords: Any) -> None:
+        if owner is module:
+            log(*arguments, **keywords)
+        else:
+            original(owner, *arguments, **keywords)
+
+    return replaced(pl.LightningModule, log=of_module)
 
 
 def rows_of(batch: Any) -> int | None:

@@ -81,6 +81,8 @@ class Listens(pl.Callback):
         if hook.startswith("on_train_batch"):
             size = 0 if arguments[-2] is None else len(arguments[-2][0])
             module.log(f"callback/{hook}", float(size), on_epoch=True, batch_size=8)
+            if size:
+                self.log(f"weighted/{hook}", float(size), on_epoch=True, on_step=False)
 
 
 AROUND = ("on_train_batch_start", "on_train_batch_end", "on_before_optimizer_step")
@@ -114,6 +116,18 @@ class Logs(Module):
         super().validation_step(batch, batch_idx)
         self.log("validated", self.loss(batch), on_step=True, on_epoch=True)
         self.log("number_of_batches", 1, reduce_fx="sum")
+
+
+class OwnLog(Logs):
+    """Logs by a method of its own."""
+
+    def log(self, name: str, value: Any, **settings: Any) -> None:
+        settings.setdefault("sync_dist", True)
+        super().log(f"{name}/own", value, **settings)
+
+    def log_dict(self, values: Any, **settings: Any) -> None:
+        for name, value in values.items():
+            self.log(name, value, **settings)
 
 
 class Extras(Module):
@@ -196,6 +210,7 @@ LBFGS = functools.partial(torch.optim.LBFGS, lr=0.01, max_iter=3)
 CASES: dict[str, dict[str, Any]] = {
     "plain": {},
     "logs": {"module": Logs},
+    "logs in its own way": {"module": OwnLog},
     "extras": {"module": Extras},
     "a step left out": {"module": LeavesOut},
     "no index": {"module": WithoutIndex},

@@ -21,7 +21,7 @@ from lightning_lowrank.federated.data.batches import OfEachClient
 from lightning_lowrank.federated.execution.differences import GRADIENT, TOLERANCE, StepResults, first_difference
 from lightning_lowrank.federated.leaks import OfTheRun
 from lightning_lowrank.federated.state import State
-from lightning_lowrank.internals.replaced import replaced
+from lightning_lowrank.internals.lightning import logging_by
 from lightning_lowrank.internals.torch import places_of
 
 
@@ -155,7 +155,7 @@ class CompiledSteps(OfTheRun):
             rank_zero_warn(f"compile=True: steps are not compiled from here on: {reason}")
 
     def _run(self, step: Callable[..., Any], inputs: Inputs, tensors: Sequence[Tensor]) -> Results:
-        with replaced(self._module, log=self._log):
+        with logging_by(self._module, self._log):
             gradients, (losses, (logged, buffers)) = step(inputs.trained, inputs.buffers, inputs.state, list(tensors))
         if self._on_cuda:
             # Copies, because the next step of a captured graph overwrites the logged values.

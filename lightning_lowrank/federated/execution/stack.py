@@ -39,7 +39,7 @@ from lightning_lowrank.federated.leaks import OfTheRun, reachable
 from lightning_lowrank.federated.logbook import Logbook
 from lightning_lowrank.federated.objective import loss_of
 from lightning_lowrank.federated.state import State
-from lightning_lowrank.internals.lightning import rows_of
+from lightning_lowrank.internals.lightning import logging_by, rows_of
 from lightning_lowrank.internals.replaced import replaced
 from lightning_lowrank.internals.torch import (
     as_rows,
@@ -563,7 +563,7 @@ def captured_logs(
         )
         settings[name] = {**dict(zip(names, arguments, strict=False)), **keywords}
 
-    with replaced(module, log=log):
+    with logging_by(module, log):
         yield captured
 
 

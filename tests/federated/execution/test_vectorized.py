@@ -406,6 +406,31 @@ def test_what_is_no_number_is_not_logged(tmp_path, execution):
         run(tmp_path, execution, module=Several)
 
 
+class OwnLog(Module):
+    """Logs under names of its own, and a batch's size by a callback's hook."""
+
+    def training_step(self, batch, batch_idx):
+        loss = self.loss(batch)
+        self.log("loss", loss, on_step=False, on_epoch=True)
+        return loss
+
+    def on_train_batch_end(self, outputs, batch, batch_idx):
+        self.log("number", batch_idx, on_step=False, on_epoch=True)
+
+    def log(self, name, value, **settings):
+        super().log(f"own/{name}", value, **settings)
+
+
+def test_figures_of_modules_that_log_in_their_own_way(tmp_path):
+    """Samples weight them, also those that a hook logs for all clients together."""
+    first, second = (
+        run(tmp_path / execution, execution, module=OwnLog, trainer={"max_epochs": 1})[-1].callback_metrics
+        for execution in ("sequential", "vectorized")
+    )
+    for name in ("own/loss", "own/number"):
+        torch.testing.assert_close(first[name], second[name])
+
+
 @pytest.mark.slow
 def test_dropout_differs_between_clients_and_repeats(tmp_path):
     ends = [weights(run(tmp_path, "vectorized", module=lambda: Module(network(dropout=0.5)))[0]) for _ in range(2)]
