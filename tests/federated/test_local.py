@@ -681,8 +681,10 @@ def test_few_attributes_are_replaced(tmp_path, monkeypatch, settings, most):
         names.extend(f"{type(owner).__name__}.{name}" for name in attributes)
         return replaced(owner, **attributes)
 
-    for part in (advance, fingerprint, local, logbook, loop_module, internals_of_torch, safe_files):
+    for part in (advance, fingerprint, local, loop_module, internals_of_torch, safe_files):
         monkeypatch.setattr(part, "replaced", noting)
+    logging_by = logbook.logging_by
+    monkeypatch.setattr(logbook, "logging_by", lambda *given: names.append("log") or logging_by(*given))
     install, source = lightning.FitLength.install, lightning.TrainLoaderSource.replaced_by
     monkeypatch.setattr(lightning.FitLength, "install", lambda self: names.append("Trainer") or install(self))
     monkeypatch.setattr(

@@ -11,6 +11,7 @@ import types
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any, NamedTuple
 
+import lightning.pytorch as pl
 import torch
 from lightning.pytorch.utilities import rank_zero_warn
 from lightning_utilities.core.apply_func import apply_to_collection
@@ -77,7 +78,7 @@ class CompiledSteps(OfTheRun):
 
     def __init__(
         self,
-        module: nn.Module,
+        module: pl.LightningModule,
         clients: int,
         samples: int,
         objective: Callable[..., Any] | None,
@@ -99,7 +100,7 @@ class CompiledSteps(OfTheRun):
         self._logged: list[tuple[str, Tensor]] = []
         self._steps: dict[int, tuple[Hashable, Callable[..., Any]]] = {}
         # A single function for all steps: torch recompiles if it changes.
-        self._log = self._collecting()
+        self._logging = logging_by(module, self._collecting())
 
     def _collecting(self) -> Callable[..., None]:
         logged = self._logged
@@ -155,7 +156,7 @@ class CompiledSteps(OfTheRun):
             rank_zero_warn(f"compile=True: steps are not compiled from here on: {reason}")
 
     def _run(self, step: Callable[..., Any], inputs: Inputs, tensors: Sequence[Tensor]) -> Results:
-        with logging_by(self._module, self._log):
+        with self._logging:
             gradients, (losses, (logged, buffers)) = step(inputs.trained, inputs.buffers, inputs.state, list(tensors))
         if self._on_cuda:
             # Copies, because the next step of a captured graph overwrites the logged values.
