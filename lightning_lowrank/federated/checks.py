@@ -8,6 +8,7 @@ from __future__ import annotations
 import inspect
 import types
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from itertools import chain
 from typing import Any
 
@@ -40,12 +41,15 @@ from lightning_lowrank.federated.algorithm import Algorithm, CompletesModels
 from lightning_lowrank.federated.leaks import is_of_library
 from lightning_lowrank.federated.protocols import inherits
 from lightning_lowrank.federated.settings import FederatedSettings
-from lightning_lowrank.federated.state import Base, BufferPolicy, trained_tensors
+from lightning_lowrank.federated.state import Base, BufferPolicy, State, trained_tensors
 from lightning_lowrank.internals.lightning import overrides
 from lightning_lowrank.internals.peft import factor_names, peft_layers
+from lightning_lowrank.internals.replaced import replaced
 from lightning_lowrank.internals.torch import BATCH_NORMS, sharing_memory
 from lightning_lowrank.layers import low_rank_layers
 
+_LACKING = "lacking"
+"""Entry of a callback's state in a checkpoint: the changed frozen weights that the checkpoint does not hold."""
 _READING_HOOKS = (
     "on_train_batch_end",
     "on_train_epoch_end",
@@ -695,6 +699,55 @@ def warn_of_changed_base(algorithm: Algorithm, base: Base) -> None:
             " base=pretrained_network) writes a complete adapter. For weights that are not quantised,"
             " merge_and_unload() returns the whole model, and `lightning-lowrank export` writes base and adapter."
         )
+
+
+def marking_incomplete(
+    module: pl.LightningModule, state_key: str, state: Callable[[], State]
+) -> AbstractContextManager[None]:
+    """A context in which checkpoints without frozen weights that rounds have changed are marked, with a warning.
+
+    A module's ``state_dict()`` or ``on_save_checkpoint()`` may leave frozen weights out.
+
+    Args:
+        module: The module.
+        state_key: The callback's key, whose state in the checkpoint takes the mark.
+        state: Returns the state of the server's `Base`.
+    """
+    own = module.on_save_checkpoint
+
+    def save(checkpoint: dict[str, Any]) -> None:
+        own(checkpoint)
+        weights, saved = dict(module.named_parameters()), checkpoint["state_dict"]
+        changed = sorted({*state().get("folded", {}).values()})
+        lacking = [name for name in changed if name not in saved and not _holds(saved, weights[name])]
+        if not lacking:
+            return
+        if state_key in checkpoint.get("callbacks", {}):
+            checkpoint["callbacks"][state_key][_LACKING] = lacking
+        rank_zero_warn(
+            f"the checkpoint lacks {len(lacking)} frozen weights that the rounds have changed, {join_names(lacking)},"
+            f" because {type(module).__name__}'s state_dict() or on_save_checkpoint() leaves them out. It cannot be"
+            " resumed or exported. Put TrainedCheckpoints() in `callbacks` in place of that code: it leaves out"
+            " unchanged weights alone."
+        )
+
+    return replaced(module, on_save_checkpoint=save)
+
+
+def refuse_incomplete(state: Mapping[str, Any]) -> None:
+    """Raise if a callback's state in a checkpoint has the mark of `marking_incomplete`."""
+    if lacking := state.get(_LACKING):
+        raise MisconfigurationException(
+            f"the checkpoint lacks {len(lacking)} frozen weights that the rounds had changed, {join_names(lacking)}:"
+            " the module that saved it left them out of the state dict, and what was learnt is lost without them. Begin"
+            " a new run whose checkpoints hold them, as those of TrainedCheckpoints() in `callbacks` do."
+        )
+
+
+def _holds(saved: Mapping[str, Any], weight: Tensor) -> bool:
+    """Whether a state dict has a weight's numbers, under whatever name."""
+    alike = (each for each in saved.values() if isinstance(each, Tensor) and each.shape == weight.shape)
+    return any(torch.equal(each.to(weight), weight) for each in alike)
 
 
 def _layers_that_track(module: nn.Module) -> int:

@@ -29,8 +29,10 @@ from lightning_lowrank.federated.checks import (
     check_manual_optimization,
     check_memory,
     check_optimizers,
+    marking_incomplete,
     notes,
     refuse_default_device,
+    refuse_incomplete,
     refuse_lazy,
     refuse_own_reading,
     refuse_plateaus_of_steps,
@@ -301,6 +303,7 @@ class FederatedLoop(FederatedSettings, Callback):
         self._turns = self._turns_of(trainer)
         restore, enter = self._restore.callback, self._restore.enter_context
         enter(self._turns.installed())
+        enter(marking_incomplete(pl_module, self.state_key, lambda: self.server.base.state if self._rounds else {}))
         if limit != 0:
             enter(replaced(trainer, limit_train_batches=1.0))
         self._length = ScheduleLength(trainer, self._data)
@@ -632,6 +635,7 @@ class FederatedLoop(FederatedSettings, Callback):
         """
         if not state_dict:
             return
+        refuse_incomplete(state_dict)
         if "fingerprint" not in state_dict:
             raise MisconfigurationException(
                 "the checkpoint was saved by the server of real sites, whose clients' states it does not hold: no run"

@@ -67,8 +67,9 @@ class Base:
         optimizers: The trainer's optimizers, with which clients step.
         initial_buffers: The persistent buffers' values before their first round, by name.
         clients: Number of clients of the experiment, including clients that cannot be drawn.
-        state: The method's state on the server and on all clients between rounds. ``state["folded"]`` says that frozen
-            weights have changed: the trained tensors are then only a part of the learnt ones.
+        state: The method's state on the server and on all clients between rounds. ``state["folded"]`` has the
+            names of frozen weights that have changed, by layer: the trained tensors are then only a part of the learnt
+            ones.
     """
 
     module: nn.Module
@@ -105,7 +106,11 @@ class Base:
             weight: The weight, which is changed in place.
             change: Of the weight's shape, in single precision at least.
         """
-        self.state["folded"] = True
+        if name not in (folded := self.state.setdefault("folded", {})):
+            # The weight may be a view of a parameter, such as one projection of an attention.
+            memory = weight.untyped_storage().data_ptr()
+            named = self.module.named_parameters()
+            folded[name] = next(each for each, value in named if value.untyped_storage().data_ptr() == memory)
         if weight.dtype == torch.promote_types(weight.dtype, torch.float32):
             weight.add_(change)
             return

@@ -32,8 +32,10 @@ from lightning_lowrank.configuration import check_choice
 from lightning_lowrank.federated.checks import (
     check_callbacks,
     local_part_advice,
+    marking_incomplete,
     new_basis_advice,
     notes,
+    refuse_incomplete,
     static_batch_norm_advice,
 )
 from lightning_lowrank.federated.checks import check_optimizers as check_all_are_trained
@@ -286,6 +288,7 @@ class RemoteRounds(Callback):
                 f" secure-aggregation={str(self.secure_aggregation).lower()}: use its first setting, or begin another"
                 " study (study)."
             )
+        refuse_incomplete(state_dict)
         self._restored = state_dict
 
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
@@ -294,6 +297,8 @@ class RemoteRounds(Callback):
             check_callbacks(self, trainer, pl_module, "sites that sit that round out would not know")
             enter = self._restore.enter_context
             enter(whole_checkpoints(trainer))
+            begun = lambda: self.server.base.state if self.members.begun else {}  # noqa: E731
+            enter(marking_incomplete(pl_module, self.state_key, begun))
             enter(TrainLoaderSource(trainer).replaced_by(NoBatch(lambda: self._make_round(trainer, pl_module))))
             enter(replaced(trainer, reload_dataloaders_every_n_epochs=0, limit_train_batches=1.0, overfit_batches=0.0))
 

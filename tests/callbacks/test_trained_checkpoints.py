@@ -228,6 +228,41 @@ def test_a_changed_base_stays_saved_after_a_resume(tmp_path):
 
 
 @pytest.mark.slow
+class SavesTrained(Module):
+    strict_loading = False
+
+    def state_dict(self, *arguments, **settings):
+        frozen = {name for name, value in self.named_parameters() if not value.requires_grad}
+        saved = super().state_dict(*arguments, **settings)
+        return {name: value for name, value in saved.items() if name not in frozen}
+
+
+class DropsFrozen(Module):
+    strict_loading = False
+
+    def on_save_checkpoint(self, checkpoint):
+        for name, value in self.named_parameters():
+            if not value.requires_grad:
+                del checkpoint["state_dict"][name]
+
+
+@pytest.mark.parametrize("kind", [SavesTrained, DropsFrozen])
+def test_a_modules_own_checkpoints_without_what_rounds_have_changed_are_refused(tmp_path, kind):
+    def run_of(*more):
+        return trainer(tmp_path, lowrank(), federated(FedLoRA(FLoRA())), *more, max_epochs=1, limit_val_batches=0)
+
+    with pytest.warns(UserWarning, match=rf"lacks 3 .*net\.0\.frozen_weight.*{kind.__name__}.*TrainedCheckpoints"):
+        run_of(ModelCheckpoint(tmp_path, save_last=True)).fit(kind(), Data())
+    file = tmp_path / "last.ckpt"
+    for read in (
+        lambda: run_of().fit(kind(), Data(), ckpt_path=file),
+        lambda: load_dense(file, Module()),
+        lambda: adapter_checkpoint(file, tmp_path / "adapter", module=Module()),
+    ):
+        with pytest.raises(MisconfigurationException, match=r"lacks 3 .*net\.0\.frozen_weight.*TrainedCheckpoints"):
+            read()
+
+
 def test_dense_weights_and_adapters(tmp_path):
     module = run(tmp_path, "Product-Sum", TrainedCheckpoints(), ModelCheckpoint(tmp_path, filename="end"))
     file = tmp_path / "end.ckpt"
