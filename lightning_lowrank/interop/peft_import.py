@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import re
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -132,6 +133,12 @@ def import_adapter(folder: str | Path, module: nn.Module, *, prefix: str | None 
         note_buffers(base)
         layers = {name: _convert(module, name, adapter, config) for name, adapter in adapters.items()}
         values = _assignments(layers, adapters)
+        if config.lora_dropout and not all(layer.training for layer in layers.values()):
+            warnings.warn(
+                f"lora_dropout={config.lora_dropout} of {folder} has no effect in a fit before train() is called: the"
+                " network is in evaluation mode.",
+                stacklevel=2,
+            )
     with torch.no_grad():
         for target, value in values:
             target.copy_(value)
@@ -162,6 +169,8 @@ def _convert(module: nn.Module, name: str, adapter: _Adapter, config: Any) -> Lo
         rank_stabilized=bool(config.use_rslora),
         dropout=float(config.lora_dropout or 0),
     )
+    # An adapter may be imported for evaluation alone.
+    layer.train(dense.training)
     parent, _, child = name.rpartition(".")
     module.get_submodule(parent).add_module(child, layer)
     return layer

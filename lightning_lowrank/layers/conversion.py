@@ -21,7 +21,7 @@ from lightning_lowrank.layers.linear import LowRankLinear
 from lightning_lowrank.layers.precision import widen, widen_factors
 from lightning_lowrank.layers.recovery import LayerSpec, replace_modules
 from lightning_lowrank.layers.settings import LayerSettings, LowRankSettings, update_scale
-from lightning_lowrank.layers.survey import Candidate, keep_ties, low_rank_class, select, survey
+from lightning_lowrank.layers.survey import Candidate, keep_ties, low_rank_class, refuse_halves_of_ties, select, survey
 from lightning_lowrank.patterns import check_patterns, matches
 from lightning_lowrank.seeding import derive_seed
 
@@ -83,6 +83,7 @@ def convert(model: nn.Module, factorization: Factorization, *, seed: int = 0, **
     }
     assign_ranks(model, [layer for layer in layers if not layer.reason and layer.tied_to is None], how, spared)
     keep_ties(layers)
+    refuse_halves_of_ties(layers, how)
     chosen = [layer for layer in layers if not layer.reason]
     if not chosen:
         raise ValueError(f"no layer of the model can be converted ({_reasons(layers)}).")

@@ -237,6 +237,8 @@ class LowRankLayer(nn.Module):
         layer.role, layer.decouple, layer.half_frozen = settings.role, settings.decouple, settings.half_frozen
         layer.alpha, layer.rank_stabilized = settings.alpha, settings.rank_stabilized
         layer.dropout, layer.compute = settings.dropout, settings.compute
+        # As PEFT's dropout layer: from_pretrained() returns models in evaluation mode, and a fit leaves them in it.
+        layer.training = layer.training or layer.dropout > 0
         layer.scale = layer.scale_at(rank)
         layer.active = "both"
         layer.trainable, layer.train_base = weight.requires_grad, settings.train_base

@@ -68,7 +68,8 @@ class LayerSettings:
             Off by default.
         dropout: Probability with which numbers of a layer's input are left out of its update in training. 0 by
             default. It acts when the layer is called, not when a model reads its weight, as torchvision's Swin
-            does. It has no effect on an embedding, whose input is indices.
+            does. It has no effect on an embedding, whose input is indices. A converted layer is in training mode if
+            it has dropout, also in a model in evaluation mode.
         compute: ``"dense"`` composes the weight for each batch, ``"contracted"`` applies the factors to the input
             one after another, ``"auto"`` (default) takes whichever needs fewer multiply-adds.
         train_base: Train the weight in addition to the update, in role ``"update"``, for ``FedHM``: some of its

@@ -29,6 +29,10 @@ from lightning_lowrank.patterns import check_patterns, matches
 
 _Number = TypeVar("_Number", int, float)
 
+_BY_NAME = ("rank", "rank_ratio", "ratio")
+"""Settings that may be given by patterns of layers' names."""
+_SHARED = "its weight is shared with"
+
 _CLASSES: tuple[type[LowRankLayer], ...] = (
     LowRankLinear,
     LowRankConv1d,
@@ -172,7 +176,7 @@ def still_convertible(model: nn.Module, settings: LowRankSettings) -> list[str]:
         if not layer.reason and not (layer.trainable or settings.convert_frozen):
             layer.reason = "its weight is frozen"
         _select_by_name(layer, settings)
-        for argument in ("rank", "rank_ratio", "ratio"):
+        for argument in _BY_NAME:
             setting: float | Mapping[str, float] | None = getattr(settings, argument)
             if not layer.reason and isinstance(setting, Mapping):
                 layer.first_match(argument, setting)
@@ -218,7 +222,7 @@ def _candidates(model: nn.Module, factorization: Factorization) -> list[Candidat
     for layer in layers:
         others = [other for other in holders.get(id(layer.weight), []) if other != f"{layer.name}{layer.suffix}"]
         if not surveyed.issuperset(others):
-            layer.reason = layer.reason or f"its weight is shared with {', '.join(others)}"
+            layer.reason = layer.reason or f"{_SHARED} {', '.join(others)}"
         first = next(other for other in layers if other.weight is layer.weight)
         layer.tied_to = None if first is layer else first
     keep_ties(layers)
@@ -230,7 +234,7 @@ def keep_ties(layers: Sequence[Candidate]) -> None:
     for layer in layers:
         for other in layers:
             if other.weight is layer.weight and other.reason and not layer.reason:
-                layer.reason = f"its weight is shared with {other.name}, which stays dense"
+                layer.reason = f"{_SHARED} {other.name}, which stays dense"
 
 
 def _why_not(module: nn.Module, projection: str, factorization: Factorization) -> str:
@@ -250,7 +254,7 @@ def select(layers: Sequence[Candidate], settings: LowRankSettings) -> None:
     """Set the reason of each layer that the settings keep dense because of its name, position or weight."""
     convertible = [layer for layer in layers if not layer.reason]
     names = [name for layer in convertible for name in (layer.name, *layer.aliases)]
-    for argument in ("include", "exclude", "rank", "rank_ratio", "ratio"):
+    for argument in ("include", "exclude", *_BY_NAME):
         patterns = getattr(settings, argument)
         if isinstance(patterns, (Mapping, Sequence)):
             _refuse_left_alone(argument, patterns, layers)
@@ -267,6 +271,16 @@ def select(layers: Sequence[Candidate], settings: LowRankSettings) -> None:
         if not layer.reason and settings.role == "weight":
             layer.reason = _no_start(layer.weight, settings)
     keep_ties(layers)
+
+
+def refuse_halves_of_ties(layers: Sequence[Candidate], settings: LowRankSettings) -> None:
+    """Refuse a pattern that asks only for layers that stay dense because of the other layer with their weight."""
+    for argument in ("include", *_BY_NAME):
+        patterns = getattr(settings, argument)
+        for pattern in patterns if isinstance(patterns, (Mapping, Sequence)) else ():
+            meant = [layer for layer in layers if layer.matches(pattern)]
+            if all(layer.reason.startswith(_SHARED) for layer in meant):
+                _refuse_left_alone(argument, [pattern], meant)
 
 
 def _select_by_name(layer: Candidate, settings: LowRankSettings) -> None:

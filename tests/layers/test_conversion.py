@@ -814,7 +814,6 @@ def test_a_tie_holds_through_conversion_training_and_recovery(role, modifier):
     ("settings", "left", "reason"),
     [
         ({"exclude": ["decoder"], "rank": 2}, "embedding", "shared with decoder, which stays dense"),
-        ({"include": ["decoder", "hidden"], "rank": 2}, "decoder", "shared with embedding, which stays dense"),
         ({"rank": {"hidden": 2}}, "decoder", "shared with embedding, which stays dense"),
     ],
 )
@@ -824,6 +823,16 @@ def test_layers_that_share_a_weight_are_converted_all_or_none(settings, left, re
     assert [spec.name for spec in conversion.specs] == ["hidden"]
     assert reason in {layer.name: layer.reason for layer in conversion.layers}[left]
     assert model.decoder.weight is model.embedding.weight
+
+
+@pytest.mark.parametrize("settings", [{"include": ["decoder", "hidden"], "rank": 2}, {"rank": {"decod*": 2, "*": 2}}])
+def test_a_pattern_of_half_a_tied_pair_alone_is_refused(settings):
+    model = LanguageModel()
+    with pytest.raises(
+        ValueError, match=r"has 'decod.*\(decoder: its weight is shared with embedding, which stays dense"
+    ):
+        convert(model, MatrixProduct(), **{"exclude": ["embedding"], **settings})
+    assert not any(low_rank_layers(model))
 
 
 def test_a_budget_counts_shared_factors_once():
