@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import Tensor, nn
 
+from lightning_lowrank.internals.peft import peft_layers
 from lightning_lowrank.internals.torch import sharing_memory
 from lightning_lowrank.lora.adapters import FACTORS, Adapters, find_adapters
 from lightning_lowrank.lora.operator import Operator
@@ -34,9 +35,31 @@ def adapters_of(module: nn.Module, adapter: str | None, operator: Operator) -> A
             f"FedLoRA: {frozen[0]} does not require a gradient: leave both factors trainable; the operator chooses"
             " which are trained."
         )
+    _check_other_adapters(module, adapter)
     _check_memory(found, trained, operator)
     _check_layers(found, trained, operator)
     return found
+
+
+def _check_other_adapters(module: nn.Module, adapter: str | None) -> None:
+    for name, layer in peft_layers(module):
+        chosen = layer.active_adapters if adapter is None else [adapter]
+        inactive = [each for each in chosen if each not in layer.active_adapters]
+        if inactive:
+            raise MisconfigurationException(
+                f"FedLoRA(adapter={adapter!r}): of {name} the adapter {layer.active_adapters} is active, so that"
+                f" {adapter!r} would get no gradient: call set_adapter({adapter!r}) of the model that PEFT wrapped."
+            )
+        for inside, value in layer.named_parameters():
+            kind, _, rest = inside.partition(".")
+            other = rest.partition(".")[0]
+            if kind.startswith("lora_") and other not in chosen and value.requires_grad:
+                raise MisconfigurationException(
+                    f"FedLoRA trains PEFT's adapter {', '.join(map(repr, chosen))}, and {name}.{inside} of the adapter"
+                    f" {other!r} requires a gradient too: it would be trained, and its factors averaged one by one."
+                    f" Call set_adapter({chosen[0]!r}) of the model that PEFT wrapped, which freezes other adapters, or"
+                    f" freeze {other!r} by requires_grad_(False)."
+                )
 
 
 def _check_memory(found: Adapters, trained: Mapping[str, Tensor], operator: Operator) -> None:

@@ -255,6 +255,14 @@ def test_what_cannot_be_trained_says_why(peft, tmp_path):
     theirs.network.add_adapter("other", peft.LoraConfig(r=1, target_modules=["query"]))
     with pytest.raises(MisconfigurationException, match=r"attention\.self\.query\.lora_A\.other\.weight"):
         run(tmp_path, theirs, FedLoRA(ProductSum(), adapter="other"), bert)
+    for name, value in theirs.network.named_parameters():
+        value.requires_grad_(value.requires_grad or "lora_" in name)
+    with pytest.raises(MisconfigurationException, match=r"'default'.*\.other\.weight.*'other'.*set_adapter\('default'"):
+        run(tmp_path, theirs, FedLoRA(ProductSum(), adapter="default"), bert)
+    with pytest.raises(MisconfigurationException, match=r"adapter='other'.*\['default'\].*set_adapter\('other'\)"):
+        run(tmp_path, theirs, FedLoRA(ProductSum(), adapter="other"), bert)
+    theirs.network.set_adapter("other")
+    run(tmp_path, theirs, FedLoRA(ProductSum(), adapter="other"), bert)
     zero, _ = pair(peft, tmp_path / "zero", bert, init_lora_weights=True)
     with pytest.raises(MisconfigurationException, match=r"word_embeddings', A, is zero"):
         run(tmp_path, zero, FedLoRA(FFA()), bert)
