@@ -224,3 +224,14 @@ def test_a_longer_run_that_diverges_keeps_the_accuracy_at_a_smaller_budget(table
     results.add(trial, {"rounds": 15, "curve": [[750, 0.5, 1.0]]})
     results.add(trial, {"rounds": 62, "curve": None})
     assert (results.accuracy(trial, 128), results.accuracy(trial, 32)) == (0.5, None)
+
+
+def test_a_longer_run_keeps_the_points_of_a_shorter_one(table, tmp_path):
+    results, trial = table.Table(tmp_path / "RESULTS.json"), table.Trial("cnn4", "top-k", 0.1, 0, False)
+    results.content["bytes"] = {"cnn4 | FedAvg": [1000.0, 1000.0], "cnn4 | top-k": [50.0, 50.0]}
+    short = [[650, 0.4, 1.0], [700, 0.6, 1.1], [750, 0.8, 1.2]]
+    results.add(trial, {"rounds": 15, "curve": short})
+    results.add(trial, {"rounds": 62, "curve": [[700, 0.6, 1.1], [1400, 0.9, 2.2], [3100, 1.0, 5.0]]})
+    entry = results.content["runs"][trial.name]
+    assert entry["curve"] == [*short, [1400, 0.9, 2.2], [3100, 1.0, 5.0]]
+    assert entry["accuracy"] == {"32": 1.0, "128": pytest.approx(0.6)}

@@ -224,14 +224,16 @@ class Table:
         unit, curve = self.unit(trial.setting), entry.pop("curve")
         assert unit is not None
         reached = [share for share in BUDGETS if entry["rounds"] >= self.rounds(trial.setting, trial.method, share)]
-        # A longer run may diverge after a smaller budget, whose accuracy the shorter run has measured.
-        known = self.content["runs"].get(trial.name, {}).get("accuracy", {}) if curve is None else {}
+        # A shorter run of the trial was evaluated more often, and a longer one may diverge.
+        before = self.content["runs"].get(trial.name, {})
+        known = before.get("accuracy", {})
         entry["accuracy"] = {
-            str(share): known.get(str(share)) if curve is None else accuracy_at(curve, unit / share)
+            str(share): known[str(share)] if str(share) in known else accuracy_at(curve, unit / share)
             for share in reached
         }
         if not trial.searches and curve is not None:
-            entry["curve"] = thinned(curve)
+            first = before.get("curve", [])
+            entry["curve"] = first + [point for point in thinned(curve) if not first or point[0] > first[-1][0]]
         self.content["runs"][trial.name] = entry
         self.save()
 
@@ -522,8 +524,8 @@ its momentum in a subspace). Test accuracy in percent, mean and deviation over s
 each budget is chosen on held-out images from one grid for all methods. `idle` is what a broadcast to clients that do
 not take part adds. Seconds are simulated, at 10 Mbit/s each way and 1e9 multiply-adds a second. An empty cell: not
 measured, not reached, or no round ends within the budget. R/8 was measured for the MLP on Dirichlet(0.3) alone, and
-R/32 of CNN4 with seed 0 alone. Torch was 2.14 for CNN4, IID, R/8 and R/128 of Dirichlet(0.3) and some of its
-R/32, and 2.11 on another machine for all other runs.
+R/32 of CNN4 for most methods with seed 0 alone. Torch was 2.14 for CNN4, IID, R/8 and R/128 of Dirichlet(0.3) and some
+of its R/32, and 2.11 on another machine for all other runs.
 
 ```bash
 COMMAND
