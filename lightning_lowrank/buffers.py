@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from lightning_lowrank.configuration import check_patterns, misconfigured
 from lightning_lowrank.internals.peft import is_base_change
-from lightning_lowrank.internals.torch import is_persistent
+from lightning_lowrank.internals.torch import named_persistent_buffers
 from lightning_lowrank.patterns import matches
 
 _EMA = "federated_ema_parameters"
@@ -28,14 +28,6 @@ def persistent_buffers(module: nn.Module) -> dict[str, Tensor]:
     buffers = {name: buffer for name, buffer in buffers.items() if not is_base_change(name)}
     added = vars(module).get(_EMA, ())
     return {**buffers, **{name: module.get_parameter(name) for name in added}}
-
-
-def named_persistent_buffers(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """``named_buffers()`` without buffers that were registered with ``persistent=False``."""
-    for name, buffer in module.named_buffers():
-        part, _, key = name.rpartition(".")
-        if is_persistent(module.get_submodule(part), key):
-            yield name, buffer
 
 
 def _fixed_buffers(module: nn.Module) -> Iterator[Tensor]:

@@ -1,4 +1,4 @@
-"""The checks of `arguments` and `patterns`, with Lightning's ``MisconfigurationException`` as their error.
+"""Checks of arguments, patterns and checkpoints, with Lightning's ``MisconfigurationException`` as their error.
 
 The modules behind ``lightning-lowrank export`` and ``report`` do without Lightning, whose import takes seconds:
 it is imported only when a check fails.
@@ -7,8 +7,8 @@ it is imported only when a check fails.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
-from typing import TYPE_CHECKING, ParamSpec
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any, ParamSpec
 
 from lightning_lowrank import arguments, patterns
 
@@ -16,6 +16,9 @@ if TYPE_CHECKING:
     from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
 P = ParamSpec("P")
+
+LACKING = "lacking"
+"""Entry of `FederatedLoop`'s state in a checkpoint: the changed frozen weights that the checkpoint does not hold."""
 
 
 def misconfigured(message: str) -> MisconfigurationException:
@@ -40,3 +43,14 @@ check_choice = _configured(arguments.check_choice)
 check_integer = _configured(arguments.check_integer)
 check_number = _configured(arguments.check_number)
 check_patterns = _configured(patterns.check_patterns)
+
+
+def check_complete(state: Mapping[str, Any]) -> None:
+    """Refuse a checkpoint without frozen weights that rounds have changed, as `FederatedLoop`'s state in it tells."""
+    if lacking := state.get(LACKING):
+        raise misconfigured(
+            f"the checkpoint lacks {len(lacking)} frozen weights that the rounds had changed,"
+            f" {arguments.join_names(lacking)}: the module that saved it left them out of the state dict, and what was"
+            " learnt is lost without them. Begin a new run whose checkpoints hold them, as those of"
+            " TrainedCheckpoints() in `callbacks` do."
+        )

@@ -36,7 +36,7 @@ from torch.optim import Optimizer
 
 from lightning_lowrank.aggregation import Aggregator, DistanceRule, RobustRule
 from lightning_lowrank.arguments import join_names
-from lightning_lowrank.configuration import check_integer
+from lightning_lowrank.configuration import LACKING, check_integer
 from lightning_lowrank.federated.algorithm import Algorithm, CompletesModels
 from lightning_lowrank.federated.leaks import is_of_library
 from lightning_lowrank.federated.protocols import inherits
@@ -48,8 +48,6 @@ from lightning_lowrank.internals.replaced import replaced
 from lightning_lowrank.internals.torch import BATCH_NORMS, sharing_memory
 from lightning_lowrank.layers import low_rank_layers
 
-_LACKING = "lacking"
-"""Entry of a callback's state in a checkpoint: the changed frozen weights that the checkpoint does not hold."""
 _READING_HOOKS = (
     "on_train_batch_end",
     "on_train_epoch_end",
@@ -719,11 +717,13 @@ def marking_incomplete(
         own(checkpoint)
         weights, saved = dict(module.named_parameters()), checkpoint["state_dict"]
         changed = sorted({*state().get("folded", {}).values()})
-        lacking = [name for name in changed if name not in saved and not _holds(saved, weights[name])]
+        lacking = [
+            name for name in changed if name not in saved and name in weights and not _holds(saved, weights[name])
+        ]
         if not lacking:
             return
         if state_key in checkpoint.get("callbacks", {}):
-            checkpoint["callbacks"][state_key][_LACKING] = lacking
+            checkpoint["callbacks"][state_key][LACKING] = lacking
         rank_zero_warn(
             f"the checkpoint lacks {len(lacking)} frozen weights that the rounds have changed, {join_names(lacking)},"
             f" because {type(module).__name__}'s state_dict() or on_save_checkpoint() leaves them out. It cannot be"
@@ -732,16 +732,6 @@ def marking_incomplete(
         )
 
     return replaced(module, on_save_checkpoint=save)
-
-
-def refuse_incomplete(state: Mapping[str, Any]) -> None:
-    """Raise if a callback's state in a checkpoint has the mark of `marking_incomplete`."""
-    if lacking := state.get(_LACKING):
-        raise MisconfigurationException(
-            f"the checkpoint lacks {len(lacking)} frozen weights that the rounds had changed, {join_names(lacking)}:"
-            " the module that saved it left them out of the state dict, and what was learnt is lost without them. Begin"
-            " a new run whose checkpoints hold them, as those of TrainedCheckpoints() in `callbacks` do."
-        )
 
 
 def _holds(saved: Mapping[str, Any], weight: Tensor) -> bool:

@@ -23,6 +23,7 @@ from torch.utils.data import DataLoader
 
 from lightning_lowrank.arguments import join_names
 from lightning_lowrank.buffers import aliases, under_all_names
+from lightning_lowrank.configuration import check_complete
 from lightning_lowrank.federated.checks import (
     check_callbacks,
     check_local_update,
@@ -32,7 +33,6 @@ from lightning_lowrank.federated.checks import (
     marking_incomplete,
     notes,
     refuse_default_device,
-    refuse_incomplete,
     refuse_lazy,
     refuse_own_reading,
     refuse_plateaus_of_steps,
@@ -635,7 +635,7 @@ class FederatedLoop(FederatedSettings, Callback):
         """
         if not state_dict:
             return
-        refuse_incomplete(state_dict)
+        check_complete(state_dict)
         if "fingerprint" not in state_dict:
             raise MisconfigurationException(
                 "the checkpoint was saved by the server of real sites, whose clients' states it does not hold: no run"

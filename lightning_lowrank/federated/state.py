@@ -110,7 +110,7 @@ class Base:
             # The weight may be a view of a parameter, such as one projection of an attention.
             memory = weight.untyped_storage().data_ptr()
             named = self.module.named_parameters()
-            folded[name] = next(each for each, value in named if value.untyped_storage().data_ptr() == memory)
+            folded[name] = next((each for each, value in named if value.untyped_storage().data_ptr() == memory), name)
         if weight.dtype == torch.promote_types(weight.dtype, torch.float32):
             weight.add_(change)
             return

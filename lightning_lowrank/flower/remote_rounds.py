@@ -28,14 +28,13 @@ from torch import Tensor
 from lightning_lowrank.aggregation.aggregator import equal_tensors
 from lightning_lowrank.arguments import first_ten
 from lightning_lowrank.compression import DecodingError, Packet
-from lightning_lowrank.configuration import check_choice
+from lightning_lowrank.configuration import check_choice, check_complete
 from lightning_lowrank.federated.checks import (
     check_callbacks,
     local_part_advice,
     marking_incomplete,
     new_basis_advice,
     notes,
-    refuse_incomplete,
     static_batch_norm_advice,
 )
 from lightning_lowrank.federated.checks import check_optimizers as check_all_are_trained
@@ -288,7 +287,7 @@ class RemoteRounds(Callback):
                 f" secure-aggregation={str(self.secure_aggregation).lower()}: use its first setting, or begin another"
                 " study (study)."
             )
-        refuse_incomplete(state_dict)
+        check_complete(state_dict)
         self._restored = state_dict
 
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:

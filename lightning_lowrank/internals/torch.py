@@ -412,6 +412,14 @@ def is_persistent(module: nn.Module, key: str) -> bool:
     return key not in module._non_persistent_buffers_set
 
 
+def named_persistent_buffers(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """``named_buffers()`` without buffers that were registered with ``persistent=False``."""
+    for name, buffer in module.named_buffers():
+        part, _, key = name.rpartition(".")
+        if is_persistent(module.get_submodule(part), key):
+            yield name, buffer
+
+
 def leaves_of(tensor: Tensor) -> set[Tensor]:
     """The leaves that a tensor's gradient reaches in its graph."""
     found: set[Tensor] = set()

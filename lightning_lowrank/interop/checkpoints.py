@@ -14,9 +14,8 @@ from torch import Tensor, nn
 
 from lightning_lowrank.arguments import first_ten, join_names
 from lightning_lowrank.buffers import under_all_names
-from lightning_lowrank.configuration import misconfigured
+from lightning_lowrank.configuration import check_complete, misconfigured
 from lightning_lowrank.extras import import_extra
-from lightning_lowrank.federated.checks import refuse_incomplete
 from lightning_lowrank.internals.peft import keep_base_changes
 from lightning_lowrank.internals.torch import digest_of
 from lightning_lowrank.interop.peft_export import (
@@ -261,7 +260,7 @@ def _read(path: str | Path, client: int | str | None) -> dict[str, Any]:
             " the run."
         ) from error
     checkpoint = _checked(path, checkpoint)
-    refuse_incomplete(checkpoint["callbacks"]["FederatedLoop"])
+    check_complete(checkpoint["callbacks"]["FederatedLoop"])
     if client is not None:
         loop = checkpoint["callbacks"]["FederatedLoop"]
         with _as_written(path, "FederatedLoop"):

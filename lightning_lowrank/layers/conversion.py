@@ -10,8 +10,7 @@ import torch
 from torch import nn
 
 from lightning_lowrank.arguments import join_names
-from lightning_lowrank.buffers import named_persistent_buffers
-from lightning_lowrank.internals.torch import digest_of, own_children, without_autocast
+from lightning_lowrank.internals.torch import digest_of, named_persistent_buffers, own_children, without_autocast
 from lightning_lowrank.layers.attention import LowRankMultiheadAttention
 from lightning_lowrank.layers.budget import assign_ranks
 from lightning_lowrank.layers.conversion_report import Conversion, LayerReport
