@@ -136,7 +136,7 @@ def export_adapter(
             " unfreeze() or requires_grad_() for them, or export_adapter(module, folder,"
             " base=pretrained_network)."
         )
-    return write_adapter(described, module.state_dict(), folder, prefix, base, sums)
+    return write_adapter(described, nn.Module.state_dict(module), folder, prefix, base, sums)
 
 
 def refuse_changed_base(algorithm: str, state: Mapping[str, Any]) -> None:
@@ -168,7 +168,7 @@ def write_adapter(
 
     described = described.uncompiled()
     tensors, sums = ({uncompiled(name): value for name, value in each.items()} for each in (tensors, sums))
-    before = None if base is None else {uncompiled(name): value for name, value in base.state_dict().items()}
+    before = None if base is None else {uncompiled(name): value for name, value in nn.Module.state_dict(base).items()}
     layers = described.layers
     if not layers:
         raise misconfigured(

@@ -110,6 +110,22 @@ def test_cores_beside_a_changed_weight_are_part_of_the_change(tmp_path, heads, a
     assert not torch.allclose(loaded(inputs), base(inputs), atol=1e-3)
 
 
+def test_a_changed_weight_that_the_state_dict_leaves_out_is_part_of_the_change(tmp_path):
+    class OnlyFactors(nn.Sequential):
+        def state_dict(self, *arguments, **keywords):
+            state = super().state_dict(*arguments, **keywords)
+            return {name: value for name, value in state.items() if "factors" in name}
+
+    base = nn.Sequential(nn.Linear(16, 12))
+    converted = OnlyFactors(*copy.deepcopy(base))
+    convert(converted, MatrixProduct(), rank=3, freeze_rest=True, **LORA)
+    perturbed(converted)[0].fold()
+    export_adapter(converted, tmp_path, base=base)
+    loaded = peft().PeftModel.from_pretrained(copy.deepcopy(base), tmp_path)
+    inputs = torch.randn(3, 16)
+    torch.testing.assert_close(loaded(inputs), converted(inputs))
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("with_base", [False, True])
 @pytest.mark.parametrize("form", ["ours", "peft"])
