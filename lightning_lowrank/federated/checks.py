@@ -702,36 +702,42 @@ def warn_of_changed_base(algorithm: Algorithm, base: Base) -> None:
 def marking_incomplete(
     module: pl.LightningModule, state_key: str, state: Callable[[], State]
 ) -> AbstractContextManager[None]:
-    """A context in which checkpoints without frozen weights that rounds have changed are marked, with a warning.
+    """A context in which checkpoints are marked after the module's ``on_save_checkpoint()``; see `mark_incomplete`."""
+    own = module.on_save_checkpoint
+
+    def save(checkpoint: dict[str, Any]) -> None:
+        own(checkpoint)
+        mark_incomplete(module, state_key, state(), checkpoint)
+
+    return replaced(module, on_save_checkpoint=save)
+
+
+def mark_incomplete(
+    module: pl.LightningModule, state_key: str, state: Mapping[str, Any], checkpoint: Mapping[str, Any]
+) -> None:
+    """Mark a checkpoint that lacks frozen weights that rounds have changed, and warn.
 
     A module's ``state_dict()`` or ``on_save_checkpoint()`` may leave frozen weights out.
 
     Args:
         module: The module.
         state_key: The callback's key, whose state in the checkpoint takes the mark.
-        state: Returns the state of the server's `Base`.
+        state: The state of the server's `Base`.
+        checkpoint: The checkpoint.
     """
-    own = module.on_save_checkpoint
-
-    def save(checkpoint: dict[str, Any]) -> None:
-        own(checkpoint)
-        weights, saved = dict(module.named_parameters()), checkpoint["state_dict"]
-        changed = sorted({*state().get("folded", {}).values()})
-        lacking = [
-            name for name in changed if name not in saved and name in weights and not _holds(saved, weights[name])
-        ]
-        if not lacking:
-            return
-        if state_key in checkpoint.get("callbacks", {}):
-            checkpoint["callbacks"][state_key][LACKING] = lacking
-        rank_zero_warn(
-            f"the checkpoint lacks {len(lacking)} frozen weights that the rounds have changed, {join_names(lacking)},"
-            f" because {type(module).__name__}'s state_dict() or on_save_checkpoint() leaves them out. It cannot be"
-            " resumed or exported. Put TrainedCheckpoints() in `callbacks` in place of that code: it leaves out"
-            " unchanged weights alone."
-        )
-
-    return replaced(module, on_save_checkpoint=save)
+    weights, saved = dict(module.named_parameters()), checkpoint["state_dict"]
+    changed = sorted({*state.get("folded", {}).values()} & weights.keys())
+    lacking = [name for name in changed if name not in saved and not _holds(saved, weights[name])]
+    if not lacking:
+        return
+    if state_key in checkpoint.get("callbacks", {}):
+        checkpoint["callbacks"][state_key][LACKING] = lacking
+    rank_zero_warn(
+        f"the checkpoint lacks {len(lacking)} frozen weights that the rounds have changed, {join_names(lacking)},"
+        f" because {type(module).__name__}'s state_dict() or on_save_checkpoint() leaves them out. It cannot be resumed"
+        " or exported. Put TrainedCheckpoints() in `callbacks` in place of that code: it leaves out unchanged weights"
+        " alone."
+    )
 
 
 def _holds(saved: Mapping[str, Any], weight: Tensor) -> bool:

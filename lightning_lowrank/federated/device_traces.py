@@ -80,7 +80,8 @@ class Trace(Distribution):
 
     @override
     def draw(self, clients: int, generator: torch.Generator) -> Tensor:
-        return torch.tensor([self._values[client % len(self._values)] for client in range(clients)]).double()
+        values = [self._values[client % len(self._values)] for client in range(clients)]
+        return torch.tensor(values, dtype=torch.float64)
 
     @override
     def draw_named(self, clients: int, generator: torch.Generator, names: Sequence[str | int] | None) -> Tensor:
@@ -179,7 +180,13 @@ def _times(device: Any, number: int, path: str) -> tuple[list[float], list[float
             f"path={path!r}: device {number} must have lists of seconds, active and inactive, and finish_time:"
             f" {type(error).__name__}: {error}"
         ) from error
-    spans = sorted(zip(comes, goes, strict=True))
+    spans: list[tuple[float, float]] = []
+    for come, gone in sorted(zip(comes, goes, strict=True)):
+        if spans and come <= spans[-1][1]:
+            # It overlaps the one before.
+            spans[-1] = spans[-1][0], max(gone, spans[-1][1])
+        else:
+            spans.append((come, gone))
     return [come for come, _ in spans], [gone for _, gone in spans], end
 
 

@@ -30,6 +30,7 @@ from lightning_lowrank.federated.checks import (
     check_manual_optimization,
     check_memory,
     check_optimizers,
+    mark_incomplete,
     marking_incomplete,
     notes,
     refuse_default_device,
@@ -606,9 +607,14 @@ class FederatedLoop(FederatedSettings, Callback):
     def on_save_checkpoint(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: dict[str, Any]
     ) -> None:
-        """Inside a client's turn: save the client's start, from which a resumed run continues."""
+        """Inside a client's turn, save the client's start, from which a resumed run continues.
+
+        After a fit, mark a checkpoint that lacks changed frozen weights; within it, `marking_incomplete` does.
+        """
         if self._turns is not None:
             self._turns.wind_back(checkpoint)
+        if self._rounds is not None and trainer.state.finished:
+            mark_incomplete(pl_module, self.state_key, self.server.base.state, checkpoint)
 
     def on_load_checkpoint(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: dict[str, Any]

@@ -263,6 +263,15 @@ def test_a_modules_own_checkpoints_without_what_rounds_have_changed_are_refused(
             read()
 
 
+def test_a_checkpoint_after_the_fit_without_what_rounds_have_changed_is_refused(tmp_path):
+    used = trainer(tmp_path, lowrank(), federated(FedLoRA(FLoRA())), max_epochs=1, limit_val_batches=0)
+    used.fit(SavesTrained(), Data())
+    with pytest.warns(UserWarning, match=r"lacks 3 .*net\.0\.frozen_weight.*SavesTrained"):
+        used.save_checkpoint(tmp_path / "after.ckpt")
+    with pytest.raises(MisconfigurationException, match=r"lacks 3 .*net\.0\.frozen_weight"):
+        load_dense(tmp_path / "after.ckpt", Module())
+
+
 def test_dense_weights_and_adapters(tmp_path):
     module = run(tmp_path, "Product-Sum", TrainedCheckpoints(), ModelCheckpoint(tmp_path, filename="end"))
     file = tmp_path / "end.ckpt"

@@ -407,7 +407,7 @@ def test_capacities_of_devices_are_read(tmp_path):
     file = pickled(tmp_path / "client_device_capacity", CAPACITY)
     assert Trace(file, "communication", scale=125).draw(3, torch.Generator()).tolist() == [1e6, 62562.5, 1e6]
     seconds = Trace(file, "computation", scale=0.003)
-    assert seconds.draw(2, torch.Generator()).tolist() == pytest.approx([0.12, 0.3])
+    assert seconds.draw(2, torch.Generator()).tolist() == [40 * 0.003, 100 * 0.003]
     named = Trace(file, "computation", client="device")
     assert named.draw_named(2, torch.Generator(), [7, "a"]).tolist() == [100.0, 40.0]
     with pytest.raises(MisconfigurationException, match=r"'speed'.*communication"):
@@ -441,6 +441,9 @@ def test_availability_is_that_of_the_devices(tmp_path):
     assert [there(0, number) for number in range(11)] == [*[True] * 2, *[False] * 3, *[True] * 5, True]
     assert [there(1, number) for number in range(5)] == [False, False, True, True, False]
     assert [there(3, number) for number in range(5)] == [there(1, number) for number in range(5)]
+    overlapping = {"a": {"active": [0, 10, 70], "inactive": [50, 20, 90], "finish_time": 100}}
+    there = AvailabilityTrace(pickled(tmp_path / "overlapping", overlapping), round_seconds=30)
+    assert [there(0, number) for number in range(4)] == [True, True, False, True]
     for wrong in (
         {},
         {"a": {}},
