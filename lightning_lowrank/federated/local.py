@@ -200,7 +200,7 @@ class LocalTraining(OfTheRun):
         """Drop the open client after a failure; return whether it failed during training."""
         trained, self.in_step = self._turns.in_client, False
         self._batches = None
-        self.logbook.end_client()
+        self.logbook.drop_client()
         self._turns.end_client()
         return trained
 

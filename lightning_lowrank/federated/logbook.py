@@ -6,7 +6,7 @@ as much as a small model's step.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -55,7 +55,8 @@ class Logbook:
     Values are reduced by their ``reduce_fx``; means are weighted by batch sizes. So ``callback_metrics``, loggers and
     progress bars see the epoch's figures as they would from a call in each step. With ``on_step=True`` they see one
     value a client. Epoch values are passed on at the round's end, when Lightning would show them as well. A
-    `torchmetrics.Metric` is handed over as it is. The first call of each kind goes through Lightning's checks at once.
+    `torchmetrics.Metric` is handed over as it is. Values of clients that are left out do not count, except those in a
+    metric's state. The first call of each kind goes through Lightning's checks at once.
     Between `begin_evaluation` and `end_evaluation` the logbook collects the evaluation's values only. Between
     `begin_model` and `end_model` nothing is handed over: `end_model` returns each value, reduced bit for bit as
     Lightning reduces it in an epoch. Values logged elsewhere go to Lightning directly.
@@ -73,6 +74,7 @@ class Logbook:
         self._size: int | None = None
         self._evaluates = self._of_model = False
         self._of_client: dict[tuple[str, str], _Entry] = {}
+        self._trained: dict[tuple[str, str], _Entry] = {}
         self._of_round: dict[tuple[str, str], _Entry] = {}
         self._calls: dict[str, tuple[Any, ...]] = {}
         self._checked = empty_results(trainer)
@@ -91,11 +93,26 @@ class Logbook:
         self._batch, self._size = batch, size
 
     def end_client(self) -> None:
-        """Pass on the values that are logged per client; keep those that are logged per round."""
-        entries = dict(self._of_client)
+        """End the collection of a client's values, for `count_clients` or `drop_client`."""
+        self._trained = dict(self._of_client)
         self._close()
+
+    def drop_client(self) -> None:
+        """Forget the values of the last client, or of the last clients that stepped together."""
+        self._trained.clear()
+        self._close()
+
+    def count_clients(self, left_out: Collection[int] = ()) -> None:
+        """Pass on the last client's values that are logged per client; keep those that are logged per round.
+
+        Args:
+            left_out: Places of clients whose values do not count, such as late ones, among those that stepped together.
+        """
+        trained, self._trained = self._trained, {}
         shown: dict[tuple[str, str], _Entry] = {}
-        for place, entry in entries.items():
+        for place, entry in trained.items():
+            if not entry.settle(left_out):
+                continue
             if entry.on_step:
                 shown[place] = entry
             elif place in self._of_round:
@@ -105,7 +122,8 @@ class Logbook:
         self._hand_over(shown)
 
     def end_round(self) -> None:
-        """Pass on the values that are logged per round."""
+        """Pass on the values that are logged per round; those of a client that the fit stopped inside, too."""
+        self.count_clients()
         entries = dict(self._of_round)
         self._of_round.clear()
         self._hand_over(entries)
@@ -168,13 +186,16 @@ class Logbook:
             value = value.detach().flatten().clone()
         entry.add(value, batch_size)
 
-    def log_clients(self, name: str, values: Tensor, batch_size: int, settings: Mapping[str, Any]) -> None:
+    def log_clients(
+        self, name: str, values: Tensor, batch_size: int, places: Sequence[int], settings: Mapping[str, Any]
+    ) -> None:
         """Log one value per client, as ``log`` would in the step of one client after another.
 
         Args:
             name: As for ``LightningModule.log``.
             values: Each client's value, ``[clients]``, which nobody overwrites.
             batch_size: Number of samples in each client's batch.
+            places: The clients' places among those that step together.
             settings: The other arguments of ``log`` that were given.
         """
         hook = vars(self._module)[HOOK]
@@ -186,7 +207,7 @@ class Logbook:
         entry = self._of_client.get((hook, name))
         if entry is None or entry.call != given:
             entry = self._checked_entry(hook, name, values[0], batch_size, given)
-        entry.add(values, batch_size)
+        entry.add_clients(values, batch_size, places)
 
     def _checked_entry(
         self, hook: str, name: str, value: Any, batch_size: int | None, settings: tuple[Any, ...]
@@ -213,6 +234,7 @@ class _Entry:
 
     __slots__ = (
         "_as_tensors",
+        "_of_clients",
         "_pending",
         "_reduction",
         "_total",
@@ -237,11 +259,27 @@ class _Entry:
         self._weight: Any = 0
         self._type: torch.dtype | None = None
         self._pending: list[tuple[Tensor, Any]] = []
+        self._of_clients: list[tuple[Tensor, Any, Sequence[int]]] = []
 
     @property
     def settings(self) -> dict[str, Any]:
         """The arguments of ``log`` except for name, value and batch size."""
         return dict(zip(_SETTINGS, self.call, strict=True))
+
+    def add_clients(self, values: Tensor, weight: Any, places: Sequence[int]) -> None:
+        """Add a step's value of each of the clients at these places; they count once they are settled."""
+        self._of_clients.append((values, weight, places))
+
+    def settle(self, left_out: Collection[int]) -> bool:
+        """Add the values of clients together, but for those left out; return whether there are any values."""
+        found, self._of_clients = self._of_clients, []
+        for values, weight, places in found:
+            kept = [number for number, place in enumerate(places) if place not in left_out]
+            if len(kept) == len(places):
+                self.add(values, weight)
+            elif kept:
+                self.add(values[kept], weight)
+        return self.metric is not None or self._total is not None or bool(self._pending)
 
     def add(self, value: Any, weight: Any) -> None:
         """Add a step's value, or one value for each of several clients; ``weight`` is the batch size."""

@@ -398,7 +398,12 @@ class Rounds(OfTheRun):
         self.execution.end_steps()
         self._isolation.end_client()
         failed = self.execution.close()
-        self._optimizers.end_client(self._data.current_plan().chunks[self._progress.chunk].clients[0], steps)
+        clients = self._data.current_plan().chunks[self._progress.chunk].clients
+        if len(failed) < len(clients):
+            self.logbook.count_clients([place for place, client in enumerate(clients) if client in failed])
+        else:
+            self.logbook.drop_client()
+        self._optimizers.end_client(clients[0], steps)
         self._progress.chunk_open = False
         for client, error in failed.items():
             if isinstance(error, LateError):

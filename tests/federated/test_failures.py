@@ -195,6 +195,25 @@ def test_an_update_that_is_not_finite_is_dropped(tmp_path, arguments):
     assert "its net.0.weight holds numbers that are not finite" in failed[3][0]
 
 
+class Logged(Module):
+    def training_step(self, batch, batch_idx):
+        loss = self.loss(batch)
+        self.log("loss", loss, on_step=False, on_epoch=True)
+        return loss
+
+
+@pytest.mark.parametrize("execution", ["sequential", "vectorized"])
+def test_figures_are_those_of_clients_that_are_not_left_out(tmp_path, execution):
+    inputs, targets = (each[:75].clone() for each in blobs().tensors)
+    inputs[PARTS[BAD]] = math.nan
+    settings = {"data": Data(TensorDataset(inputs, targets)), "execution": execution}
+    others = [client for client in range(len(PARTS)) if client != BAD]
+    _, _, logged, said = run(tmp_path, Logged(), **settings)
+    _, _, expected, _ = run(tmp_path, Logged(), participants=[others] * 3, **settings)
+    assert "client 2" in said[0]
+    assert [each["loss"] for each in logged] == pytest.approx([each["loss"] for each in expected], rel=1e-6)
+
+
 @pytest.mark.parametrize("execution", ["sequential", "vectorized"])
 def test_where_all_clients_diverge_the_round_says_so(tmp_path, execution):
     module = Module(optimizer=lambda parameters: torch.optim.SGD(parameters, lr=1e30))

@@ -269,7 +269,7 @@ class ClientStack(OfTheRun):
                 self._guard.after_part()
             total = losses.sum() if total is None else total + losses.sum()
             of_parts.append(losses)
-            logged.add(values, places.samples, batch)
+            logged.add(values, places, batch)
         self._refuse_unequal_use(of_parts)
         if together:
             self._guard.after_step(mapped)
@@ -305,7 +305,7 @@ class ClientStack(OfTheRun):
             part.put_back()
             total = losses.sum() if total is None else total + losses.sum()
             used.append(part.used)
-            logged.add(values, places.samples, batch)
+            logged.add(values, places, batch)
         self._refuse_unequal(used)
         logged.log()
         return total
@@ -622,26 +622,26 @@ class _Logged:
     def __init__(self, logbook: Logbook | None) -> None:
         self._logbook = logbook
         self.settings: dict[str, dict[str, Any]] = {}
-        self._values: list[tuple[str, Tensor, int]] = []
+        self._values: list[tuple[str, Tensor, int, list[int]]] = []
 
-    def add(self, values: Mapping[str, Tensor], samples: int, batch: Any) -> None:
-        """Add clients' logged values; each client's batch in ``batch`` has ``samples`` samples."""
+    def add(self, values: Mapping[str, Tensor], places: Places, batch: Any) -> None:
+        """Add the logged values of the clients at these places, whose batches are in ``batch``."""
         size = 0
         for key, value in values.items():
             settings = self.settings[key]
             weight = settings.get("batch_size")
             if weight is None and self._logbook is not None and settings.get("on_epoch"):
-                weight = size = size or _size_of_one(batch, samples)
+                weight = size = size or _size_of_one(batch, places.samples)
             # Values that are logged per step alone count alike, as Logbook.log has them.
-            self._values.append((key, value.flatten(), 1 if weight is None else weight))
+            self._values.append((key, value.flatten(), 1 if weight is None else weight, places.numbers))
 
     def log(self) -> None:
         """Pass all values on to the logbook, after the step of all clients."""
         if self._logbook is None:
             return
-        for key, values, size in self._values:
+        for key, values, size, places in self._values:
             settings = {name: value for name, value in self.settings[key].items() if name != "batch_size"}
-            self._logbook.log_clients(key.rstrip(LOGGED_AGAIN), values, size, settings)
+            self._logbook.log_clients(key.rstrip(LOGGED_AGAIN), values, size, places, settings)
 
 
 class _Part:
