@@ -32,7 +32,7 @@ from lightning_lowrank.federated.privacy.samples import SampleGradients, with_gr
 from lightning_lowrank.federated.protocols import ChangesBase, inherits
 from lightning_lowrank.federated.site import SEED_IS_KNOWN, SiteExchange
 from lightning_lowrank.federated.state import PRIVACY_ACCOUNT, State
-from lightning_lowrank.internals.lightning import TrainLoaderSource, log_figures
+from lightning_lowrank.internals.lightning import TrainLoaderSource, lightnings_log, log_figures
 from lightning_lowrank.internals.replaced import replaced
 from lightning_lowrank.seeding import default_seed
 
@@ -413,7 +413,7 @@ class DifferentialPrivacy(NeedsPoissonBatches, Configured, Callback):
         self._last = place
         if len(drawn):
             for name, value in logged.items():
-                module.log(name, value, **{**settings[name], "batch_size": len(drawn)})
+                lightnings_log(module)(name, value, **{**settings[name], "batch_size": len(drawn)})
         return with_gradients(loss, {name: live[name] for name in names}, private)
 
     def on_train_batch_end(

@@ -341,8 +341,9 @@ def logging_into(trainer: Any, results: Any, batch: Any) -> Iterator[None]:
 
 
 def lightnings_log(module: pl.LightningModule) -> Callable[..., None]:
-    """``LightningModule.log`` of a module, which the module may override."""
-    return partial(pl.LightningModule.log, module)
+    """The log of a module beneath one of its own, which may add a prefix or defaults."""
+    original = pl.LightningModule.log
+    return module.log if type(module).log is original else partial(original, module)
 
 
 def logging_by(module: pl.LightningModule, log: Callable[..., None]) -> AbstractContextManager[None]:

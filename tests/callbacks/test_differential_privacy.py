@@ -359,15 +359,19 @@ def test_an_empty_batch_is_a_step_of_noise(tmp_path):
 
 @pytest.mark.slow
 def test_epsilon_is_logged_and_the_fit_ends_before_the_budget(tmp_path):
+    class Prefixed(Module):
+        def log(self, name, value, **settings):
+            super().log(f"my/{name}", value, **settings)
+
     callback = private(target_epsilon=4.0)
     run = trainer(tmp_path, callback, max_epochs=50)
-    fit(run, Module(linear(), SGD), Data(blobs(64)))
+    fit(run, Prefixed(linear(), SGD), Data(blobs(64)))
     steps = callback.steps_of()
     one = Mechanism(1.0, 8, 64)
     assert one.epsilon(steps, 1e-5) <= 4.0 < one.epsilon(steps + 1, 1e-5)
     assert run.global_step == steps < 400
     assert run.callback_metrics["privacy/epsilon"].item() == callback.epsilon() == one.epsilon(steps, 1e-5)
-    assert run.callback_metrics["train_loss"].isfinite()
+    assert run.callback_metrics["my/train_loss"].isfinite()
     # A minimum of epochs does not go beyond it.
     with pytest.raises(
         MisconfigurationException, match=rf"{steps} steps have cost .* above target_epsilon=4: raise it"
