@@ -68,14 +68,19 @@ class RoundPictures(Callback):
         self._validated.begin(trainer.callback_metrics)
 
     def on_validation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Find the figures that the validation logged."""
+        """Record the figures that the validation logged, before a checkpoint is saved."""
         self._validated.end(trainer.callback_metrics)
+        if trainer.state.fn == "fit" and not trainer.sanity_checking:
+            self._record(trainer)
 
     def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Record the round's figures, and draw every ``every_n_rounds`` rounds.
+        """Record the round's figures, and draw every ``every_n_rounds`` rounds."""
+        self._record(trainer)
+        if self.every_n_rounds is not None and (trainer.current_epoch + 1) % self.every_n_rounds == 0:
+            self._draw(trainer)
 
-        Figures of a validation belong to the round whose model it evaluated.
-        """
+    def _record(self, trainer: pl.Trainer) -> None:
+        """Record figures that are new. Those of a validation belong to the round whose model it evaluated."""
         # matplotlib takes half a second to import.
         from lightning_lowrank.plots import DRAWN
 
@@ -84,14 +89,12 @@ class RoundPictures(Callback):
         names = [*DRAWN, *([self._metric] if self._metric else [])]
         new = self._figures.find(logged)
         validated = next((loop.validated_round for loop in _loops(trainer)), None)
-        self._rounds[number] = {}
+        self._rounds.setdefault(number, {})
         for name in (each for each in names if each in new):
             of_validation = self._validated.has(name, logged[name])
             place = number if validated is None or not of_validation else validated - 1
             if place >= 0:
                 self._rounds.setdefault(place, {})[name] = float(new[name])
-        if self.every_n_rounds is not None and (number + 1) % self.every_n_rounds == 0:
-            self._draw(trainer)
 
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Draw all rounds."""

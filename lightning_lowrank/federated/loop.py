@@ -85,6 +85,7 @@ from lightning_lowrank.internals.lightning import (
     check_namespace,
     log_figures,
     pool_training_results,
+    show_figures,
     stops_now,
     validation_logged_for,
 )
@@ -554,6 +555,9 @@ class FederatedLoop(FederatedSettings, Callback):
         if self._progress.round_open and stops_now(trainer):
             self._rounds.aggregate()
         if trainer.state.fn == "fit":
+            if self._rounds.has_figures and not self._progress.round_open:
+                # A ModelCheckpoint may save, or EarlyStopping stop, at the validation's end.
+                show_figures(trainer, self._rounds.figures())
             self._validated = trainer.current_epoch + (not self._progress.round_open)
             if self._progress.round_open:
                 # The figures belong to the previous round's model.

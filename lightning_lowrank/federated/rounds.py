@@ -98,6 +98,8 @@ class Rounds(OfTheRun):
         self._processes = processes
         self._to_device = functools.partial(_to_device, device=self._module.device)
         self._ended = self._reopened = False
+        self.has_figures = False
+        """Whether a round has ended in this fit, so that `figures` are of the last one."""
         samples = data.divided().sizes.tolist()
         # Must precede the trial steps, which change the optimizers' attributes.
         self._optimizers = ClientOptimizers(trainer, settings)
@@ -467,7 +469,7 @@ class Rounds(OfTheRun):
         self.exchange.show_global(self.execution.live)
         self._isolation.put_back()
         self._optimizers.end_round()
-        progress.round_open = False
+        progress.round_open, self.has_figures = False, True
         self.exchange.states.offload()
 
     def stop_if_spent(self, number: int) -> None:

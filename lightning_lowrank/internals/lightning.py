@@ -473,12 +473,17 @@ class ValidationFigures:
         return found is not None and (found == float(value) or (math.isnan(found) and math.isnan(float(value))))
 
 
-def log_figures(trainer: pl.Trainer, figures: dict[str, float]) -> None:
-    """Log an epoch's numbers; faster than `LightningModule.log`, which takes longer per value than a small step."""
+def show_figures(trainer: pl.Trainer, figures: dict[str, float]) -> dict[str, Tensor]:
+    """Show numbers to callbacks in ``trainer.callback_metrics``; return them as tensors."""
     # Lightning stores numbers in the default type, and float32 would round byte counts above 16 MiB.
     tensors = {name: torch.tensor(value, dtype=torch.float64) for name, value in figures.items()}
     trainer.callback_metrics.update(tensors)
-    trainer._logger_connector.log_metrics(tensors)
+    return tensors
+
+
+def log_figures(trainer: pl.Trainer, figures: dict[str, float]) -> None:
+    """Log an epoch's numbers; faster than `LightningModule.log`, which takes longer per value than a small step."""
+    trainer._logger_connector.log_metrics(show_figures(trainer, figures))
 
 
 def validation_logged_for(trainer: Any, epoch: int) -> AbstractContextManager[None]:

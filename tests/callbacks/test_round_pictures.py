@@ -6,6 +6,7 @@ from typing import Any
 import lightning.pytorch as pl
 import pytest
 import torch
+from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.loggers import CSVLogger, MLFlowLogger, TensorBoardLogger, WandbLogger
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
@@ -183,6 +184,14 @@ def test_a_resumed_run_draws_the_rounds_before(tmp_path, monkeypatch):
     # Lightning reads a checkpoint without running code of it.
     state = torch.load(file, weights_only=True)["callbacks"]["RoundPictures"]
     assert list(state["rounds"]) == [0, 1]
+
+
+def test_a_checkpoint_after_a_validation_has_its_round(tmp_path):
+    trainer = trainer_of(tmp_path, False, rounds=4, validation={"check_val_every_n_epoch": 2}, monitor="val_loss")
+    trainer.callbacks.append(ModelCheckpoint(tmp_path, save_last=True))
+    trainer.fit(Classifier(MLP(in_features=64, hidden=[8])), Digits())
+    state = torch.load(tmp_path / "last.ckpt", weights_only=True)["callbacks"]["RoundPictures"]
+    assert [number for number, figures in state["rounds"].items() if "val_loss" in figures] == [1, 3]
 
 
 @pytest.mark.slow

@@ -208,6 +208,17 @@ def test_a_round_shorter_than_the_interval_is_validated_at_its_end(tmp_path):
     assert run.val_check_interval == interval
 
 
+def test_figures_at_a_validations_end_are_the_rounds(tmp_path):
+    seen = []
+    note = LambdaCallback(
+        on_validation_end=lambda fitted, _: seen.append(float(fitted.callback_metrics.get("comm/total_bytes", 0)))
+    )
+    run = trainer(tmp_path, note, loop(), max_epochs=4, check_val_every_n_epoch=2)
+    fit(run, Module(), Data())
+    total = float(run.callback_metrics["comm/total_bytes"])
+    assert seen == [total / 2, total]
+
+
 def test_csv_logger_gets_every_rounds_figures(tmp_path):
     counted = loop()
     fit(trainer(tmp_path, counted, logger=CSVLogger(tmp_path, name="", version=0)), Module(), Data())
