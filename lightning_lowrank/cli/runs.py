@@ -138,7 +138,7 @@ class Run:
     def clients(self) -> list[dict[str, str]]:
         """The table of clients at the last validation, one row each: ``client``, ``samples`` and figures, by name."""
         try:
-            with open(self.folder / "clients.csv", newline="", errors="replace") as file:
+            with open(self.folder / "clients.csv", newline="", encoding="utf-8", errors="replace") as file:
                 rows = list(itertools.islice(csv.DictReader(_lines(file)), _MOST_CLIENTS))
         except (OSError, csv.Error):
             return []
@@ -385,7 +385,11 @@ def _load_config(file: Path) -> dict[str, Any]:
     try:
         if not file.is_file() or file.stat().st_size > _LARGEST_CONFIG:
             return {}
-        text = file.read_text()
+        try:
+            text = file.read_text(encoding="utf-8")
+        except UnicodeDecodeError:
+            # Written in another encoding by this machine.
+            text = file.read_text(errors="replace")
         # YAML's scanner takes time quadratic in the depth.
         depth = itertools.accumulate({"[": 1, "{": 1, "]": -1, "}": -1}.get(letter, 0) for letter in text)
         if max(depth, default=0) > _DEEPEST:

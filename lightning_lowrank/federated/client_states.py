@@ -167,6 +167,8 @@ class ClientStates:
         for client, nbytes in sizes.items():
             if total <= self._limit:
                 break
-            save(self._present.pop(client), self._path(client))
+            # A full disk leaves the state in memory.
+            save(self._present[client], self._path(client))
+            del self._present[client]
             self._on_disk.add(client)
             total -= nbytes

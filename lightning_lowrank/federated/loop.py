@@ -161,7 +161,7 @@ class FederatedLoop(FederatedSettings, Callback):
         self.ledger = Ledger(0)
         self.make_exchange: Callable[[Parts], Exchange] = Coordinator
         """Makes the exchange of a fit; real sites have one of their own."""
-        self._restore = ExitStack()
+        self._restore, self._checkpoint_io = ExitStack(), ExitStack()
         self._for_samples = self._released = False
         self._forget()
 
@@ -186,12 +186,13 @@ class FederatedLoop(FederatedSettings, Callback):
         """The state for copies and pickles: settings, ledger, and the record of private fits, without a fit's state."""
         fresh = type(self).__new__(type(self))
         fresh._forget()
-        return {name: value for name, value in vars(self).items() if name != "_restore" and name not in vars(fresh)}
+        left_out = {"_restore", "_checkpoint_io", *vars(fresh)}
+        return {name: value for name, value in vars(self).items() if name not in left_out}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Restore the result of `__getstate__`."""
         vars(self).update(state)
-        self._restore = ExitStack()
+        self._restore, self._checkpoint_io = ExitStack(), ExitStack()
         self._forget()
 
     @property
@@ -271,7 +272,8 @@ class FederatedLoop(FederatedSettings, Callback):
         """Replace the training loader, and protect checkpoints from torn writes."""
         check_namespace(trainer, pl_module)
         self._restore.close()
-        self._restore.enter_context(whole_checkpoints(trainer))
+        self._checkpoint_io.close()
+        self._checkpoint_io.enter_context(whole_checkpoints(trainer))
         self._restore.callback(self._release)
         keep_base_changes(pl_module)
         if stage != "fit":
@@ -365,9 +367,10 @@ class FederatedLoop(FederatedSettings, Callback):
     def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         """Restore the trainer."""
         self._restore.close()
+        self._checkpoint_io.close()
 
     def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
-        """Restore the last global model in the module, and the trainer."""
+        """Restore the last global model in the module, and the trainer, which may still save a checkpoint."""
         try:
             name_full_disk(exception, trainer)
             if self._data is not None:

@@ -52,6 +52,11 @@ class RunMetadata:
             if logger in _WRITTEN
             and (earlier := read_metadata(folder)).get("first_round", [math.inf])[0] <= trainer.current_epoch
         }
+        for folder in self._folders:
+            if folder not in self._earlier:
+                # Tables of an earlier run in this folder, whose metrics the logger deletes.
+                for name in CLIENT_TABLES.values():
+                    (folder / name).unlink(missing_ok=True)
         _WRITTEN.update(folders)
         self._began = time.perf_counter()
         parameters = list(trainer.lightning_module.parameters())

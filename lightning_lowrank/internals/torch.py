@@ -420,6 +420,11 @@ def named_persistent_buffers(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
             yield name, buffer
 
 
+def standard_gamma(alpha: Tensor, draws: torch.Generator) -> Tensor:
+    """Draw from Gamma(alpha, 1) with a given CPU generator, which `torch.distributions` does not accept."""
+    return torch._standard_gamma(alpha, generator=draws).clamp_(min=torch.finfo(alpha.dtype).tiny)
+
+
 def leaves_of(tensor: Tensor) -> set[Tensor]:
     """The leaves that a tensor's gradient reaches in its graph."""
     found: set[Tensor] = set()

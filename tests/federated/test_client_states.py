@@ -1,5 +1,6 @@
 """What clients keep is the same whether it lies in memory or on disk."""
 
+import errno
 import os
 import signal
 import tempfile
@@ -66,6 +67,17 @@ def test_those_at_work_last_stay_in_memory():
     states[4] = {"model": torch.zeros(3)}
     states.offload()
     assert states[4]["model"].tolist() == [0.0] * 3
+
+
+def test_a_state_that_cannot_be_written_stays_in_memory(monkeypatch):
+    def full(*arguments):
+        raise OSError(errno.ENOSPC, "full")
+
+    states = ClientStates({3: {"model": torch.ones(10)}}, limit=0)
+    monkeypatch.setattr(client_states, "save", full)
+    with pytest.raises(OSError, match="full"):
+        states.offload()
+    assert [(client, state["model"].tolist()) for client, state in states.items()] == [(3, [1.0] * 10)]
 
 
 @pytest.mark.parametrize("execution", ["sequential", "vectorized"])

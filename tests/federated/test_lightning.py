@@ -213,7 +213,7 @@ def test_figures_at_a_validations_end_are_the_rounds(tmp_path):
     note = LambdaCallback(
         on_validation_end=lambda fitted, _: seen.append(float(fitted.callback_metrics.get("comm/total_bytes", 0)))
     )
-    run = trainer(tmp_path, note, loop(), max_epochs=4, check_val_every_n_epoch=2)
+    run = trainer(tmp_path, note, loop(), max_epochs=4, check_val_every_n_epoch=2, num_sanity_val_steps=0)
     fit(run, Module(), Data())
     total = float(run.callback_metrics["comm/total_bytes"])
     assert seen == [total / 2, total]

@@ -110,6 +110,17 @@ def test_all_files_of_a_run_are_in_one_folder(tmp_path, monkeypatch, begins):
     assert found == {"run_metadata.json", "clients.csv", "last.ckpt", "metrics.csv"}
 
 
+def test_tables_of_clients_of_another_run_in_the_folder_are_deleted(tmp_path):
+    for number in range(2):
+        run = trainer(tmp_path, logger=CSVLogger(tmp_path, name="", version=0))
+        run.strategy.connect(Module())
+        run_files.RunMetadata(run, None)
+        tables = [each.name for each in (tmp_path / "version_0").glob("clients*.csv")]
+        assert not tables
+        if not number:
+            run_files.write_client_table(run, "validate", {0: 3}, {}, None)
+
+
 def test_a_folder_at_a_url_gets_no_local_files(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     run = trainer(tmp_path, logger=CSVLogger("memory://runs", version=0))

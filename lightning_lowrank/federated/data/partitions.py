@@ -40,6 +40,7 @@ from lightning_lowrank.federated.data.indices import ClientIndices
 from lightning_lowrank.federated.data.labels import check_labels, find_labels
 from lightning_lowrank.federated.data.plain_files import owners_in_file
 from lightning_lowrank.federated.data.rows import rows_of
+from lightning_lowrank.internals.torch import standard_gamma
 from lightning_lowrank.seeding import generator
 
 _MAX_DRAWS = 1000
@@ -323,7 +324,7 @@ class Dirichlet(_ByGroup):
         # Dir(alpha) is Gamma(alpha) variables divided by their sum. For G ~ Gamma(alpha + 1) and E ~ Exp(1), G * exp(-E
         # / alpha) is Gamma(alpha), and its logarithm is finite where the variable itself underflows.
         ones = torch.ones(len(class_sizes), clients, dtype=torch.float64)
-        log_gamma = _standard_gamma(ones * (self.alpha + 1), draws).log()
+        log_gamma = standard_gamma(ones * (self.alpha + 1), draws).log()
         log_gamma -= ones.exponential_(generator=draws) / self.alpha
         held = torch.zeros(clients, dtype=torch.int64)
         rows = []
@@ -578,12 +579,3 @@ def natural_sort_key(name: Any) -> tuple[tuple[int, int, str], ...]:
     found = tuple((0, int(part), "") if part.isascii() and part.isdigit() else (1, 0, part) for part in parts if part)
     # The name itself breaks ties: "007" and "7" are different.
     return (*found, (2, 0, str(name)))
-
-
-def _standard_gamma(alpha: Tensor, draws: torch.Generator) -> Tensor:
-    """Draw from Gamma(alpha, 1) with a given CPU generator, which `torch.distributions` does not accept."""
-    with torch.random.fork_rng(devices=[]):
-        torch.set_rng_state(draws.get_state())
-        values = torch.distributions.Gamma(alpha, torch.ones_like(alpha)).sample()
-        draws.set_state(torch.get_rng_state())
-    return values
