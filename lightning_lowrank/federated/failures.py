@@ -1,12 +1,15 @@
-"""Client failures in a round: attribution of errors, non-finite updates, and the required number of answers."""
+"""Client failures and interrupts in a round: whose an error is, non-finite updates, and the required answers."""
 
 from __future__ import annotations
 
 import cmath
+import signal
+import threading
 import traceback
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import torch
@@ -234,3 +237,60 @@ class Answers:
             ". Training diverged: a smaller learning rate is the usual remedy, else fewer local epochs or"
             " Trainer(gradient_clip_val=1.0)."
         )
+
+
+class DeferredSignals:
+    """A context that ends before an interrupt (Ctrl+C) or Slurm's signal is delivered; it may be entered again inside.
+
+    A second signal of the kind is delivered at once. In other threads than the main one, nothing is deferred.
+    """
+
+    _KINDS = tuple(getattr(signal, name) for name in ("SIGINT", "SIGUSR1") if hasattr(signal, name))
+
+    def __init__(self) -> None:
+        self._depth = 0
+        self._handlers: dict[int, Callable[[int, FrameType | None], Any]] = {}
+        self._received: list[int] = []
+
+    def __enter__(self) -> None:
+        """Defer signals from here on."""
+        self._depth += 1
+        if self._depth == 1:
+            self._defer()
+
+    def __exit__(self, *error: object) -> None:
+        """Deliver what was received, in the outermost context."""
+        self._depth -= 1
+        if self._depth == 0:
+            self._deliver()
+
+    @contextmanager
+    def delivered(self) -> Iterator[None]:
+        """A context inside of this one in which signals are delivered."""
+        self._deliver()
+        try:
+            yield
+        finally:
+            self._defer()
+
+    def _defer(self) -> None:
+        if threading.current_thread() is not threading.main_thread():
+            return
+        for kind in self._KINDS:
+            handler = signal.getsignal(kind)
+            if callable(handler):
+                self._handlers[kind] = handler
+                signal.signal(kind, self._receive)
+
+    def _receive(self, kind: int, frame: FrameType | None) -> None:
+        if kind in self._received:
+            self._handlers[kind](kind, frame)
+        self._received.append(kind)
+
+    def _deliver(self) -> None:
+        handlers, self._handlers = self._handlers, {}
+        received, self._received = self._received, []
+        for kind, handler in handlers.items():
+            signal.signal(kind, handler)
+        for kind in dict.fromkeys(received):
+            handlers[kind](kind, None)

@@ -43,6 +43,7 @@ from lightning_lowrank.federated.execution.processes import ClientParallelStrate
 from lightning_lowrank.federated.execution.why_not import ALSO_TO_RESUME, reason_of_optimizers
 from lightning_lowrank.federated.failures import (
     ClientsFailed,
+    DeferredSignals,
     client_names,
     describe_error,
     is_client_error,
@@ -98,6 +99,8 @@ class Rounds(OfTheRun):
         self._processes = processes
         self._to_device = functools.partial(_to_device, device=self._module.device)
         self._ended = self._reopened = False
+        # A checkpoint of an interrupted fit would have a client's message and not that it was received, for example.
+        self._signals = DeferredSignals()
         self.has_figures = False
         """Whether a round has ended in this fit, so that `figures` are of the last one."""
         samples = data.divided().sizes.tolist()
@@ -270,6 +273,10 @@ class Rounds(OfTheRun):
         Returns:
             Whether the module ended the round.
         """
+        with self._signals:
+            return self._turn()
+
+    def _turn(self) -> bool:
         plan, progress = self._data.current_plan(), self._progress
         if not progress.round_open:
             self._begin_round()
@@ -310,7 +317,8 @@ class Rounds(OfTheRun):
             chunk = self._open(chunk)
             if not chunk.clients:
                 return False
-            ends_round = local.train(chunk)
+            with self._signals.delivered():
+                ends_round = local.train(chunk)
             self._data.randomness.close()
             if not local.stopped:
                 self._end_client()
@@ -450,8 +458,9 @@ class Rounds(OfTheRun):
 
     def aggregate(self) -> None:
         """End the round, if one is open, and load the new global model into the module."""
-        if self._progress.round_open:
-            self._aggregate()
+        with self._signals:
+            if self._progress.round_open:
+                self._aggregate()
 
     def _aggregate(self) -> None:
         progress = self._progress

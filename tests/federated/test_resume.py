@@ -1,6 +1,7 @@
 """A run that was killed and resumed ends as the run that was not."""
 
 import re
+import signal
 import subprocess
 import sys
 import warnings
@@ -15,12 +16,14 @@ from lightning.pytorch.callbacks import (
     BackboneFinetuning,
     GradientAccumulationScheduler,
     ModelCheckpoint,
+    OnExceptionCheckpoint,
     StochasticWeightAveraging,
 )
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import nn
 
 from lightning_lowrank import (
+    SCAFFOLD,
     BlockKronecker,
     Dirichlet,
     FedAvg,
@@ -33,6 +36,7 @@ from lightning_lowrank import (
     recover,
 )
 from lightning_lowrank.federated.checks import resume_notes
+from lightning_lowrank.federated.coordinator import Coordinator
 from tests.helpers import Data, Module, assert_same, fit, network, trainer, weights
 
 ROOT = Path(__file__).parents[2]
@@ -75,6 +79,30 @@ def experiment(folder, low_rank, **arguments):
     kept = [checkpoints, at_validation, at_round_end] if arguments.pop("save", True) else []
     run = trainer(folder, *callbacks, loop, figures, *kept, max_epochs=4, num_sanity_val_steps=2, **arguments)
     return run, module, loop, figures
+
+
+@pytest.mark.parametrize("place", ["begin_round", "note_begun", "receive", "end_round"])
+def test_an_interrupt_waits_until_a_message_is_counted(tmp_path, monkeypatch, place):
+    def run(*callbacks):
+        loop = FederatedLoop(SCAFFOLD(), clients=5, clients_per_round=3, summary=False)
+        return trainer(tmp_path, loop, *callbacks, max_epochs=3, limit_val_batches=0)
+
+    whole = fit(run(), Module(), Data())
+    own, calls = getattr(Coordinator, place), []
+
+    def interrupted(self, *arguments):
+        found = own(self, *arguments)
+        calls.append(place)
+        if len(calls) == 2:
+            signal.raise_signal(signal.SIGINT)
+        return found
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Coordinator, place, interrupted)
+        with pytest.raises((KeyboardInterrupt, SystemExit)):
+            fit(run(OnExceptionCheckpoint(tmp_path, "stopped")), Module(), Data())
+    resumed = fit(run(), Module(), Data(), ckpt_path=tmp_path / "stopped.ckpt")
+    assert_same(weights(resumed), weights(whole))
 
 
 @pytest.mark.slow
