@@ -40,8 +40,9 @@ class ConvergenceMonitor(Configured, Callback):
     If clients keep a trained factor (``FedSA``), the server cannot measure it, and nothing is logged.
 
     Clients are weighted as in the aggregation. Squares are summed over layers. :math:`\eta` is the largest learning
-    rate of the optimizers' groups that have trained parameters. The cost is one pass over the factors; the effective
-    updates are never built. ``lightning-lowrank report`` plots the constants.
+    rate of the optimizers' groups that have trained parameters, as the round's last client leaves it: with schedulers
+    that step inside clients it is that client's last rate, and ``client_settings`` of others do not count. The cost is
+    one pass over the factors; the effective updates are never built. ``lightning-lowrank report`` plots the constants.
 
     Args:
         per_layer: Log each layer's constants too, as ``convergence/R/<layer>`` and so on.
