@@ -81,6 +81,15 @@ def experiment(folder, low_rank, **arguments):
     return run, module, loop, figures
 
 
+@pytest.fixture
+def interrupts():
+    """Python's own handler of interrupts, which a process that a shell has started in the background lacks."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.usefixtures("interrupts")
 @pytest.mark.parametrize("place", ["begin_round", "note_begun", "receive", "end_round"])
 def test_an_interrupt_waits_until_a_message_is_counted(tmp_path, monkeypatch, place):
     def run(*callbacks):
