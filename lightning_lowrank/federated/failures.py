@@ -288,9 +288,10 @@ class DeferredSignals:
         self._received.append(kind)
 
     def _deliver(self) -> None:
+        # Before the record is taken, because a signal may arrive meanwhile.
+        for kind, handler in self._handlers.items():
+            signal.signal(kind, handler)
         handlers, self._handlers = self._handlers, {}
         received, self._received = self._received, []
-        for kind, handler in handlers.items():
-            signal.signal(kind, handler)
         for kind in dict.fromkeys(received):
             handlers[kind](kind, None)

@@ -102,7 +102,7 @@ class Rounds(OfTheRun):
         # A checkpoint of an interrupted fit would have a client's message and not that it was received, for example.
         self._signals = DeferredSignals()
         self.has_figures = False
-        """Whether a round has ended in this fit, so that `figures` are of the last one."""
+        """Whether a round has ended in this fit, or in the one that it continues, so that `figures` are of it."""
         samples = data.divided().sizes.tolist()
         # Must precede the trial steps, which change the optimizers' attributes.
         self._optimizers = ClientOptimizers(trainer, settings)

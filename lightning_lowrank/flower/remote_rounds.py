@@ -296,8 +296,11 @@ class RemoteRounds(Callback):
             check_callbacks(self, trainer, pl_module, "sites that sit that round out would not know")
             enter = self._restore.enter_context
             enter(whole_checkpoints(trainer))
-            begun = lambda: self.server.base.state if self.members.begun else {}  # noqa: E731
-            enter(marking_incomplete(pl_module, self.state_key, begun))
+            enter(
+                marking_incomplete(
+                    pl_module, self.state_key, lambda: self.server.base.state if self.members.begun else {}
+                )
+            )
             enter(TrainLoaderSource(trainer).replaced_by(NoBatch(lambda: self._make_round(trainer, pl_module))))
             enter(replaced(trainer, reload_dataloaders_every_n_epochs=0, limit_train_batches=1.0, overfit_batches=0.0))
 

@@ -1,6 +1,9 @@
 """Runs read from folders whose numbers are known."""
 
+import os
 import re
+import subprocess
+import sys
 import tracemalloc
 from pathlib import Path
 
@@ -324,3 +327,18 @@ def test_an_evaluation_after_a_fit_without_a_federation_is_no_round(tmp_path, na
     write_run(tmp_path / "run", rows)
     (run,) = find_runs([tmp_path])
     assert run.count == count
+
+
+@pytest.mark.slow
+def test_files_are_read_as_utf_8_whatever_the_locale(tmp_path):
+    (tmp_path / "clients.csv").write_text("client,samples\nzürich,3\n", encoding="utf-8")
+    (tmp_path / "config.yaml").write_text("note: zürich\n", encoding="utf-8")
+    (tmp_path / "metrics.csv").write_text("epoch,step,val_acc\n0,1,0.5\n", encoding="utf-8")
+    read = (
+        "import pathlib, sys; from lightning_lowrank.cli import runs; folder = pathlib.Path(sys.argv[1]);"
+        "print(ascii([runs.read_run(folder).clients[0]['client'], runs._load_config(folder / 'config.yaml')['note']]))"
+    )
+    locale = {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
+    command = [sys.executable, "-c", read, str(tmp_path)]
+    done = subprocess.run(command, env={**os.environ, **locale}, capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == r"['z\xfcrich', 'z\xfcrich']"
