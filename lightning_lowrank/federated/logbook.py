@@ -6,10 +6,12 @@ as much as a small model's step.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from types import MethodType
 from typing import Any
 
+import lightning.pytorch as pl
 import torch
 from lightning.pytorch.utilities.data import extract_batch_size
 from torch import Tensor
@@ -24,6 +26,7 @@ from lightning_lowrank.internals.lightning import (
     logging_into,
     rows_of,
 )
+from lightning_lowrank.internals.replaced import replaced
 
 _DEFAULTS: dict[str, Any] = {
     "prog_bar": False,
@@ -79,9 +82,17 @@ class Logbook:
         self._calls: dict[str, tuple[Any, ...]] = {}
         self._checked = empty_results(trainer)
 
-    def installed(self) -> AbstractContextManager[None]:
-        """A context in which values that the module logs go into this book."""
-        return logging_by(self._module, _Log(self))
+    @contextmanager
+    def installed(self) -> Iterator[None]:
+        """A context in which values that the module or a callback logs go into this book."""
+        log, lightnings = _Log(self), MethodType(pl.LightningModule.log, self._module)
+        with ExitStack() as ends:
+            ends.enter_context(logging_by(self._module, log))
+            for callback in self._trainer.callbacks:
+                # Lightning gives callbacks the module's own, before the fit.
+                if vars(callback).get("log") == lightnings:
+                    ends.enter_context(replaced(callback, log=log))
+            yield
 
     def begin_client(self) -> None:
         """Begin to collect a client's values."""
@@ -275,10 +286,8 @@ class _Entry:
         found, self._of_clients = self._of_clients, []
         for values, weight, places in found:
             kept = [number for number, place in enumerate(places) if place not in left_out]
-            if len(kept) == len(places):
-                self.add(values, weight)
-            elif kept:
-                self.add(values[kept], weight)
+            if kept:
+                self.add(values[kept] if left_out else values, weight)
         return self.metric is not None or self._total is not None or bool(self._pending)
 
     def add(self, value: Any, weight: Any) -> None:

@@ -1,6 +1,7 @@
 """Clients that fail are left out of their round, as if they had not been drawn, and keep what they had."""
 
 import math
+import signal
 import traceback
 import warnings
 from pathlib import Path
@@ -16,7 +17,7 @@ from lightning_lowrank import SCAFFOLD, FedAvg, FederatedLoop, FromIndices, Half
 from lightning_lowrank.aggregation import WeightedMean
 from lightning_lowrank.federated import Algorithm
 from lightning_lowrank.federated.client_states import flatten_state
-from lightning_lowrank.federated.failures import describe_error
+from lightning_lowrank.federated.failures import DeferredSignals, describe_error
 from lightning_lowrank.federated.protocols import UnequalClients, inherits
 from tests.algorithms.methods import LOW_RANK, METHODS, each_method
 from tests.grids import daily, nightly_except
@@ -202,16 +203,24 @@ class Logged(Module):
         return loss
 
 
+class LogsNumber(pl.Callback):
+    def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
+        self.log("number", float(batch_idx), on_step=True, on_epoch=True)
+
+
 @pytest.mark.parametrize("execution", ["sequential", "vectorized"])
 def test_figures_are_those_of_clients_that_are_not_left_out(tmp_path, execution):
     inputs, targets = (each[:75].clone() for each in blobs().tensors)
     inputs[PARTS[BAD]] = math.nan
     settings = {"data": Data(TensorDataset(inputs, targets)), "execution": execution}
+    # Clients that step together have one call of the hook.
+    settings["callbacks"], names = ([LogsNumber()], ["number_epoch"]) if execution == "sequential" else ([], [])
     others = [client for client in range(len(PARTS)) if client != BAD]
     _, _, logged, said = run(tmp_path, Logged(), **settings)
     _, _, expected, _ = run(tmp_path, Logged(), participants=[others] * 3, **settings)
     assert "client 2" in said[0]
-    assert [each["loss"] for each in logged] == pytest.approx([each["loss"] for each in expected], rel=1e-6)
+    for name in ("loss", *names):
+        assert [each[name] for each in logged] == pytest.approx([each[name] for each in expected], rel=1e-6)
 
 
 @pytest.mark.parametrize("execution", ["sequential", "vectorized"])
@@ -633,3 +642,25 @@ def test_another_client_of_the_same_error_is_named_with_its_reason(tmp_path):
     assert len(said) == 2
     assert "a client, whose last batch has one sample: 0." in said[0]
     assert "without client 1: ValueError: Expected more than 1" in said[1]
+
+
+def test_a_signal_that_arrives_while_signals_are_delivered_is_not_lost(monkeypatch):
+    own, kinds = signal.signal, []
+
+    def arriving(kind, handler):
+        kinds.append(kind)
+        # The first restored handler is that of the interrupt, and the second not yet.
+        if len(kinds) == 2:
+            signal.raise_signal(signal.SIGUSR1)
+        return own(kind, handler)
+
+    received = []
+    before = own(signal.SIGUSR1, lambda kind, frame: received.append(kind))
+    interrupt = own(signal.SIGINT, signal.default_int_handler)
+    try:
+        with DeferredSignals():
+            monkeypatch.setattr(signal, "signal", arriving)
+        assert received == [signal.SIGUSR1]
+    finally:
+        own(signal.SIGUSR1, before)
+        own(signal.SIGINT, interrupt)
