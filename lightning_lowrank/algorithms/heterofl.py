@@ -229,7 +229,7 @@ def _survey(module: nn.Module) -> tuple[dict[str, tuple[_Extent, ...]], list[nn.
             sliced = (channels, 1) if previous is not None and previous is not last else None
             if sliced is not None and channels not in hidden:
                 _refuse(name, layer, f"normalises {channels} channels, which no layer before it puts out")
-            for tensor, value in layer.state_dict(keep_vars=True).items():
+            for tensor, value in (*layer.named_parameters(), *layer.named_buffers()):
                 extents[_join(name, tensor)] = (sliced,) * value.ndim
             continue
         weight = layer.get_parameter("weight")

@@ -30,6 +30,7 @@ from lightning_lowrank.arguments import SAME_RESULT, Configured, recorded_argume
 from lightning_lowrank.federated.settings import FederatedSettings
 from lightning_lowrank.internals.peft import is_base_change
 from lightning_lowrank.internals.replaced import replaced
+from lightning_lowrank.internals.torch import named_tensors
 
 _LONGEST_LIST = 32
 _TENSOR = re.compile(r"tensor\([^()]*\)")
@@ -87,7 +88,8 @@ def describe(value: Any, depth: int = 0) -> Any:
     if isinstance(value, functools.partial):
         return {"class": f"partial {within(value.func)}", "args": within(value.args), **within(value.keywords)}
     if isinstance(value, nn.Module):
-        return {"class": type(value).__qualname__, "values": digest(within(value.state_dict()))}
+        tensors = {**value.state_dict(), **dict(named_tensors(value))}
+        return {"class": type(value).__qualname__, "values": digest(within(tensors))}
     if isinstance(value, type) or hasattr(value, "__qualname__"):
         return f"function {value.__qualname__}"
     return {"class": type(value).__qualname__, **within(_result_arguments(value))}

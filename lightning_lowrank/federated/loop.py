@@ -78,7 +78,7 @@ from lightning_lowrank.federated.run_files import RunMetadata
 from lightning_lowrank.federated.safe_files import name_full_disk, whole_checkpoints
 from lightning_lowrank.federated.schedule_length import ScheduleLength
 from lightning_lowrank.federated.settings import FederatedSettings
-from lightning_lowrank.federated.state import Server
+from lightning_lowrank.federated.state import Server, substituted_data, trained_tensors
 from lightning_lowrank.internals.advance import ClientTurns
 from lightning_lowrank.internals.lightning import (
     TrainLoaderSource,
@@ -620,6 +620,11 @@ class FederatedLoop(FederatedSettings, Callback):
         """
         if self._turns is not None:
             self._turns.wind_back(checkpoint)
+        overridden = any(type(part).state_dict is not nn.Module.state_dict for part in pl_module.modules())
+        if self._rounds is not None and self._progress.round_open and overridden:
+            # An overriding state_dict() need not call the hook that shows the global model.
+            with substituted_data(trained_tensors(pl_module), self.server.model):
+                checkpoint["state_dict"] = trainer.strategy.lightning_module_state_dict()
         if self._rounds is not None and trainer.state.finished:
             mark_incomplete(pl_module, self.state_key, self.server.base.state, checkpoint)
 

@@ -5,7 +5,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -36,6 +37,19 @@ def copy_into(live: Mapping[str, Tensor], values: Mapping[str, Tensor]) -> None:
     """Copy ``values`` into the live tensors of the same names, in place."""
     if values:
         copy_each([live[name] for name in values], list(values.values()))
+
+
+@contextmanager
+def substituted_data(live: Mapping[str, Tensor], values: Mapping[str, Tensor]) -> Iterator[None]:
+    """A context in which the live tensors have the data of ``values``. A gradient through them can still be taken."""
+    before = {name: live[name].data for name in values if name in live}
+    try:
+        for name in before:
+            live[name].data = values[name]
+        yield
+    finally:
+        for name, data in before.items():
+            live[name].data = data
 
 
 def difference(value: Tensor, reference: Tensor) -> Tensor:

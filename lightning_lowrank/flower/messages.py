@@ -26,6 +26,7 @@ from torch.optim import Optimizer
 from lightning_lowrank.compression import DecodingError, Schema
 from lightning_lowrank.federated.failures import describe_error, first_non_finite
 from lightning_lowrank.federated.state import trained_tensors
+from lightning_lowrank.internals.torch import named_tensors
 
 JOIN = "query.join"
 TRAIN = "train.round"
@@ -252,7 +253,7 @@ def signature(module: nn.Module, recipe: bytes) -> dict[str, Any]:
     which no broadcast would correct.
     """
     trained = trained_tensors(module)
-    layout = [[name, str(value.dtype), list(value.shape)] for name, value in sorted(module.state_dict().items())]
+    layout = [[name, str(value.dtype), list(value.shape)] for name, value in sorted(named_tensors(module))]
     frozen = [value for name, value in sorted(module.named_parameters()) if name not in trained]
     return {
         "recipe": hashlib.sha256(recipe).hexdigest(),

@@ -420,6 +420,12 @@ def named_persistent_buffers(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
             yield name, buffer
 
 
+def named_tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """The tensors of a module's state dict by their names in the module, whether or not ``state_dict()`` has them."""
+    yield from module.named_parameters(remove_duplicate=False)
+    yield from named_persistent_buffers(module)
+
+
 def standard_gamma(alpha: Tensor, draws: torch.Generator) -> Tensor:
     """Draw from Gamma(alpha, 1) with a given CPU generator, which `torch.distributions` does not accept."""
     return torch._standard_gamma(alpha, generator=draws).clamp_(min=torch.finfo(alpha.dtype).tiny)

@@ -196,6 +196,13 @@ def write_adapter(
             " freeze the parameters outside."
         )
     changed = _changed(described, tensors, root, before)
+    needed = {*changed, *(name for name in described.buffers if name.startswith(root))}
+    needed.update(name for layer in layers for name in (layer.A, layer.B, *layer.core))
+    if lacking := sorted(needed - tensors.keys()):
+        raise misconfigured(
+            f"the checkpoint lacks {join_names(lacking)}, which state_dict() of the run's module leaves out or renames:"
+            " call lightning_lowrank.export_adapter(module, folder) with the trained module."
+        )
     layers, tensors = _with_changes(described.layers, tensors, changed, root, before or {}, sums)
     changed -= {f"{layer.name}.frozen_weight" for layer in layers}
     biases = {f"{layer.name}.bias" for layer in layers} & described.parameters.keys()

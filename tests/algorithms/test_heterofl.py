@@ -10,7 +10,7 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import nn
 
 from lightning_lowrank import FedAvg, FederatedLoop, FromIndices, HeteroFL, LowRank, MatrixProduct
-from lightning_lowrank.federated.state import ClientInfo
+from lightning_lowrank.federated.state import Base, ClientInfo, trained_tensors
 from lightning_lowrank.models import MLP, ResNet18
 from tests.algorithms.written_out import assert_close, images, own_model
 from tests.helpers import Data, Module, blobs, fit, trainer, weights
@@ -255,6 +255,14 @@ def test_what_travels_is_the_slice(tmp_path):
         assert sent["down"][client] == {f"net.{name}": tuple(value.shape) for name, value in slim.items()}
     assert sent["down"] == sent["up"]
     assert loop.ledger.total_down == loop.ledger.total_up < 5 * loop.ledger.dense_bytes
+
+
+def test_statistics_that_a_state_dict_leaves_out_are_sliced():
+    net = convolutions()
+    net[2].register_state_dict_post_hook(lambda module, state, prefix, _: state.pop(f"{prefix}running_mean"))
+    method = HeteroFL(RATES)
+    method.setup(Base(net, seed=0))
+    assert method._slice(trained_tensors(net), 0.25)["2.running_mean"].shape == (2,)
 
 
 @pytest.mark.slow

@@ -619,6 +619,15 @@ def test_descriptions_are_the_same_in_every_process():
     assert differences({"a": {"class": "A", "x": 1}, "b": 1}, {"a": {"class": "B"}, "c": 2}).keys() == {"a", "b", "c"}
 
 
+def test_values_that_a_state_dict_leaves_out_are_described():
+    teacher = nn.Sequential(nn.BatchNorm1d(3))
+    described = describe(teacher)
+    teacher.register_state_dict_post_hook(lambda module, state, *_: state.clear())
+    assert describe(teacher) == described
+    teacher[0].running_mean += 1
+    assert describe(teacher) != described
+
+
 def test_the_checkpoint_of_a_server_of_sites_is_refused():
     saved = {"algorithm": "FedAvg", "seed": 0, "execution": "sites", "server": {}}
     with pytest.raises(MisconfigurationException, match="saved by the server of real sites"):

@@ -37,7 +37,7 @@ from lightning_lowrank import (
 )
 from lightning_lowrank.federated.checks import resume_notes
 from lightning_lowrank.federated.coordinator import Coordinator
-from tests.helpers import Data, Module, assert_same, fit, network, trainer, weights
+from tests.helpers import Data, Module, SaveEachStep, assert_same, fit, network, trainer, weights
 
 ROOT = Path(__file__).parents[2]
 
@@ -291,6 +291,25 @@ def test_checkpoints_hold_the_global_model(tmp_path, make):
         saved = torch.load(file, weights_only=True)
         last = saved["loops"]["fit_loop"]["epoch_loop.batch_progress"]["is_last_batch"]
         assert_same(saved["state_dict"], weights(module) if last else rounds.begun[1])
+
+
+@pytest.mark.slow
+def test_a_state_dict_of_the_modules_own_holds_the_global_model_inside_a_client(tmp_path):
+    class Inner(Module):
+        def state_dict(self):
+            return {f"net.{name}": value.clone() for name, value in self.net.state_dict().items()}
+
+    def run(*callbacks, **arguments):
+        loop = FederatedLoop(FedAvg(), clients=3, summary=False)
+        module = Inner(network(norm=nn.BatchNorm1d))
+        fit(trainer(tmp_path, loop, *callbacks, max_epochs=1), module, Data(drop_last=True), **arguments)
+        return module.state_dict()
+
+    begun = Inner(network(norm=nn.BatchNorm1d)).state_dict()
+    expected = run(SaveEachStep(tmp_path))
+    saved = tmp_path / "step=6.ckpt"
+    assert_same(torch.load(saved, weights_only=True)["state_dict"], begun)
+    assert_same(run(ckpt_path=saved), expected)
 
 
 @pytest.mark.slow

@@ -274,6 +274,10 @@ def test_signatures_tell_what_differs():
     assert difference(mine, signature(network(), b"a: 2")) == "it runs another recipe"
     assert "names, types or shapes" in difference(mine, signature(network(width=9), b"a: 1"))
     assert "other values" in difference(mine, signature(network(scale=1.1), b"a: 1"))
+    wider = network()
+    wider.register_buffer("center", torch.zeros(2))
+    wider.register_state_dict_post_hook(lambda module, state, *_: state.pop("center"))
+    assert "names, types or shapes" in difference(mine, signature(wider, b"a: 1"))
     thawed = network()
     thawed.requires_grad_(True)
     assert "names, types or shapes" in difference(mine, signature(thawed, b"a: 1"))

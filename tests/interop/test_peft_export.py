@@ -10,6 +10,8 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import nn
 
 from lightning_lowrank import BlockKronecker, CoreProduct, MatrixProduct, convert, export_adapter, import_adapter
+from lightning_lowrank.interop.peft_export import write_adapter
+from lightning_lowrank.interop.peft_layout import outline
 from lightning_lowrank.layers import low_rank_layers
 from tests.interop.helpers import (
     INPUTS,
@@ -447,6 +449,15 @@ def test_a_buffer_of_a_module_without_adapters_is_saved_with_its_parts(tmp_path)
     export_adapter(module, tmp_path)
     assert config_of(tmp_path)["modules_to_save"] == ["1"]
     same_function(module, peft().PeftModel.from_pretrained(base, tmp_path), torch.randn(4, 6))
+
+
+def test_a_state_dict_that_lacks_an_adapters_tensors_is_refused(tmp_path):
+    module = Images()
+    convert(module, MatrixProduct("channel"), rank=1, include=["stem"], freeze_rest=True, **LORA)
+    perturbed(module)
+    for state, named in (dict(module.named_parameters()), "norm.running_mean"), (dict(module.named_buffers()), "stem"):
+        with pytest.raises(MisconfigurationException, match=named):
+            write_adapter(outline(module), state, tmp_path / "folder")
 
 
 class Called(nn.TransformerEncoderLayer):
