@@ -19,6 +19,8 @@ P = ParamSpec("P")
 
 LACKING = "lacking"
 """Entry of `FederatedLoop`'s state in a checkpoint: the changed frozen weights that the checkpoint does not hold."""
+PARTIAL = "partial"
+"""Entry of `FederatedLoop`'s state in a checkpoint: the round of which it holds a part."""
 
 
 def misconfigured(message: str) -> MisconfigurationException:
@@ -46,7 +48,12 @@ check_patterns = _configured(patterns.check_patterns)
 
 
 def check_complete(state: Mapping[str, Any]) -> None:
-    """Refuse a checkpoint without frozen weights that rounds have changed, as `FederatedLoop`'s state in it tells."""
+    """Refuse a checkpoint without changed frozen weights, or with a part of a round, as its marks tell."""
+    if PARTIAL in state:
+        raise misconfigured(
+            f"the checkpoint was saved when an error ended round {state[PARTIAL]}, while the server received or"
+            " aggregated messages, and it holds a part of that: use an earlier checkpoint."
+        )
     if lacking := state.get(LACKING):
         raise misconfigured(
             f"the checkpoint lacks {len(lacking)} frozen weights that the rounds had changed,"

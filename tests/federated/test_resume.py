@@ -32,6 +32,7 @@ from lightning_lowrank import (
     FedProx,
     LowRank,
     MatrixProduct,
+    TopK,
     load_dense,
     recover,
 )
@@ -310,6 +311,67 @@ def test_a_state_dict_of_the_modules_own_holds_the_global_model_inside_a_client(
     saved = tmp_path / "step=6.ckpt"
     assert_same(torch.load(saved, weights_only=True)["state_dict"], begun)
     assert_same(run(ckpt_path=saved), expected)
+
+
+@pytest.mark.slow
+def test_the_checkpoint_of_an_error_at_a_clients_end_repeats_the_client(tmp_path, monkeypatch):
+    def run(*callbacks, **arguments):
+        uplink = [TopK(0.3, error_feedback=True)]
+        loop = FederatedLoop(FedAvg(), clients=3, uplink=uplink, on_client_error="raise", summary=False)
+        module = Module()
+        fit(trainer(tmp_path, loop, *callbacks, max_epochs=2), module, Data(), **arguments)
+        return weights(module), loop._progress.client_steps
+
+    def fail(self, message, packet):
+        # The client's residual has changed already.
+        ended.append(packet)
+        if len(ended) == 5:
+            raise ValueError("broken")
+        return packet
+
+    ended = []
+    with monkeypatch.context() as patch:
+        patch.setattr(Coordinator, "checked", fail)
+        with pytest.raises(ValueError, match="broken"):
+            run(OnExceptionCheckpoint(tmp_path, "stopped"))
+    (expected, steps), (resumed, steps_then) = run(), run(ckpt_path=tmp_path / "stopped.ckpt")
+    assert_same(resumed, expected)
+    assert steps_then == steps
+
+
+@pytest.mark.parametrize("hook", ["receive", "aggregate"])
+def test_the_checkpoint_of_an_error_in_the_server_is_refused(tmp_path, hook):
+    class Broken(FedAvg):
+        pass
+
+    def fail(self, server, *arguments):
+        getattr(FedAvg, hook)(self, server, *arguments)
+        raise ValueError("broken")
+
+    setattr(Broken, hook, fail)
+    loop = FederatedLoop(Broken(), clients=3, summary=False)
+    with pytest.raises(ValueError, match="broken"):
+        fit(trainer(tmp_path, loop, OnExceptionCheckpoint(tmp_path, "stopped")), Module(), Data())
+    resumed = trainer(tmp_path, FederatedLoop(Broken(), clients=3, summary=False))
+    with pytest.raises(MisconfigurationException, match="an error ended round 0"):
+        fit(resumed, Module(), Data(), ckpt_path=tmp_path / "stopped.ckpt")
+
+
+@pytest.mark.slow
+def test_a_checkpoint_before_the_first_client_of_a_resumed_round_can_be_resumed(tmp_path):
+    def run(*callbacks, **arguments):
+        module = Module()
+        loop = FederatedLoop(FedAvg(), clients=3, summary=False)
+        fit(trainer(tmp_path, loop, *callbacks, max_epochs=1), module, Data(), **arguments)
+        return weights(module)
+
+    class SaveAtStart(pl.Callback):
+        def on_train_start(self, trainer, pl_module):
+            trainer.save_checkpoint(tmp_path / "start.ckpt")
+
+    expected = run(SaveEachStep(tmp_path))
+    assert_same(run(SaveAtStart(), ckpt_path=tmp_path / "step=6.ckpt"), expected)
+    assert_same(run(ckpt_path=tmp_path / "start.ckpt"), expected)
 
 
 @pytest.mark.slow
