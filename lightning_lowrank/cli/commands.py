@@ -114,9 +114,14 @@ def _run(args: ArgsType, seed: int | None = None) -> list[int]:
     return done.seeds
 
 
+def _path(text: str) -> Path:
+    # The shell leaves the ~ of --option=~/folder as it is.
+    return Path(text).expanduser()
+
+
 def _export(parser: argparse.ArgumentParser, words: list[str]) -> None:
-    parser.add_argument("checkpoint", type=Path, help="a .ckpt file of a run, with or without LowRank")
-    parser.add_argument("output", type=Path, help="the .safetensors file to write, or the adapter's folder")
+    parser.add_argument("checkpoint", type=_path, help="a .ckpt file of a run, with or without LowRank")
+    parser.add_argument("output", type=_path, help="the .safetensors file to write, or the adapter's folder")
     parser.add_argument(
         "--format",
         choices=("safetensors", "peft"),
@@ -185,9 +190,9 @@ def _export(parser: argparse.ArgumentParser, words: list[str]) -> None:
 
 
 def _push(parser: argparse.ArgumentParser, words: list[str]) -> None:
-    parser.add_argument("adapter", type=Path, help="an adapter folder, as `export --format peft` writes it")
+    parser.add_argument("adapter", type=_path, help="an adapter folder, as `export --format peft` writes it")
     parser.add_argument("repository", help="its name on the Hugging Face hub: USER/NAME; made if needed")
-    parser.add_argument("--run", type=Path, default=None, help="the run's folder, whose figures the model card shows")
+    parser.add_argument("--run", type=_path, default=None, help="the run's folder, whose figures the model card shows")
     parser.add_argument("--private", action="store_true", default=None, help="make a private repository")
     parser.add_argument("--revision", default=None, help="the branch to commit to")
     parser.add_argument("--endpoint", default=None, help="the server's address, if it is not the hub's")
@@ -215,10 +220,10 @@ def _push(parser: argparse.ArgumentParser, words: list[str]) -> None:
 
 
 def _report(parser: argparse.ArgumentParser, words: list[str]) -> None:
-    parser.add_argument("runs", type=Path, nargs="+", help="run folders, or folders that hold some")
+    parser.add_argument("runs", type=_path, nargs="+", help="run folders, or folders that hold some")
     parser.add_argument("--metric", default=None, help="logged metric to compare; by default val_acc or the like")
     parser.add_argument(
-        "--output", type=Path, default=Path("report"), help="folder for the page, the tables and the plots"
+        "--output", type=_path, default=Path("report"), help="folder for the page, the tables and the plots"
     )
     parser.add_argument(
         "--target", type=float, default=None, help="value of the metric: show rounds and bytes until it is reached"
@@ -261,7 +266,7 @@ def _of_bridge(name: str) -> Any:
 
 def _resolve(parser: argparse.ArgumentParser, words: list[str]) -> None:
     parser.add_argument("recipes", nargs="+", help="a recipe's path or name; a later one changes an earlier one")
-    parser.add_argument("--output", type=Path, default=Path("resolved.yaml"), help="the file to write")
+    parser.add_argument("--output", type=_path, default=Path("resolved.yaml"), help="the file to write")
     options = parser.parse_args(words)
     from lightning_lowrank.cli.recipes import find
     from lightning_lowrank.files import replacing
@@ -273,12 +278,12 @@ def _resolve(parser: argparse.ArgumentParser, words: list[str]) -> None:
 
 
 def _approve(parser: argparse.ArgumentParser, words: list[str]) -> None:
-    parser.add_argument("recipe", type=Path, help="a file that `flower resolve` or `flower` has written")
+    parser.add_argument("recipe", type=_path, help="a file that `flower resolve` or `flower` has written")
     parser.add_argument(
-        "--policy", type=Path, required=True, help="the site's policy; the folder `approved` is made next to it"
+        "--policy", type=_path, required=True, help="the site's policy; the folder `approved` is made next to it"
     )
     parser.add_argument("--client", type=int, default=0, help="the site's partition-id")
-    parser.add_argument("--state-dir", type=Path, default=None, help="the folder given to the SuperNode as state-dir")
+    parser.add_argument("--state-dir", type=_path, default=None, help="the folder given to the SuperNode as state-dir")
     parser.add_argument("--new-account", action="store_true", help="the samples are others than in all earlier studies")
     parser.add_argument("--yes", action="store_true", help="do not ask")
     options = parser.parse_args(words)
@@ -322,7 +327,7 @@ def _flower(parser: argparse.ArgumentParser, words: list[str]) -> None:
         required=True,
         help="a recipe's path or name; a later one changes an earlier one",
     )
-    parser.add_argument("output", type=Path, help="the folder to write")
+    parser.add_argument("output", type=_path, help="the folder to write")
     options = parser.parse_args(words)
     from lightning_lowrank.cli.recipes import find
 

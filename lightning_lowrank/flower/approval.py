@@ -48,7 +48,7 @@ _OPENED = ("root", "model", "tokenizer", "indices")
 def state_folder(config: Mapping[str, Any]) -> Path:
     """Folder of a party's state: ``state-dir`` of its configuration, by default below Flower's home."""
     home = Path(os.environ.get("FLWR_HOME") or Path.home() / ".flwr")
-    return Path(str(config.get("state-dir", home / "lightning_lowrank")))
+    return Path(str(config.get("state-dir", home / "lightning_lowrank"))).expanduser()
 
 
 class EachOnce(yaml.SafeLoader):
@@ -194,7 +194,7 @@ def read_site_values(file: str | None) -> dict[str, Any]:
     Raises:
         MisconfigurationException: If the file cannot be read, or its rank is not a whole number of 1 or more.
     """
-    values = {} if file is None else read_plain(Path(file).read_bytes(), f"the site's file {file}")
+    values = {} if file is None else read_plain(Path(file).expanduser().read_bytes(), f"the site's file {file}")
     rank = values.get("rank")
     if rank is not None and not (type(rank) is int and rank >= 1):
         raise misconfigured(f"rank of {file} must be a whole number, 1 or more, got {rank!r}.")
@@ -229,7 +229,7 @@ def fill_placeholders(content: Any, values: Mapping[str, Any], data_root: str | 
     value = values.get(name, content.get("default", "."))
     if data_root is None or not isinstance(value, str):
         return value
-    folder = Path(data_root).resolve()
+    folder = Path(data_root).expanduser().resolve()
     place = (folder / value).resolve()
     if not place.is_relative_to(folder):
         raise misconfigured(f"{name}={value!r} of this site is {str(place)!r}, outside of data-root={data_root!r}")

@@ -73,7 +73,7 @@ def client_app(recipe: str | Path) -> ClientApp:
         last, config, most = None, context.node_config, None
         about = {"kind": message.metadata.message_type, "run": str(context.run_id)}
         default = state_folder(config) / f"audit_client_{config.get('partition-id', 'unknown')}.jsonl"
-        log = AuditLog(Path(str(config.get("audit-log", default))))
+        log = AuditLog(Path(str(config.get("audit-log", default))).expanduser())
         with private_files():
             try:
                 received, entry = _measured(message)

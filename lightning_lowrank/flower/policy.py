@@ -122,7 +122,7 @@ class Policy:
         Raises:
             MisconfigurationException: If it cannot be read, has an entry of another name, or one out of range.
         """
-        path = Path(file)
+        path = Path(file).expanduser()
         try:
             text = path.read_text(encoding="utf-8")
             found = tomllib.loads(text) if path.suffix == ".toml" else yaml.load(text, EachOnce)

@@ -609,10 +609,11 @@ def test_export_of_tied_weights(run):
 
 
 @pytest.mark.nightly
-def test_report_is_dispatched_without_a_model(run, capsys):
+def test_report_is_dispatched_without_a_model(run, capsys, monkeypatch):
     run("fit", "--config", "base.yaml")
     capsys.readouterr()
-    main(["report", "runs", "--output", "out"])
+    monkeypatch.setenv("HOME", str(Path.cwd()))
+    main(["report", "runs", "--output=~/out"])
     printed = capsys.readouterr().out
     assert "runs " in printed
     assert f"{metrics('runs/version_0')[1]['val_acc']:.4f}" in printed

@@ -27,6 +27,7 @@ from lightning_lowrank.flower.approval import (
     insert_placeholders,
     read_plain,
     sentences,
+    state_folder,
 )
 from lightning_lowrank.flower.audit import AuditLog
 from lightning_lowrank.flower.client import client_app
@@ -470,6 +471,15 @@ def test_a_message_that_is_none_is_refused_and_tells_nothing(tmp_path, name):
     assert str(next(iter(MESSAGES[name].values()))) not in re.sub("entry [0-9a-f]{12} of", "", told)
     after = tree(tmp_path)
     assert after.keys() - before.keys() == {"state/audit_client_0.jsonl"}
+
+
+def test_paths_of_a_sites_configuration_may_begin_with_its_home(tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    (tmp_path / "policy.yaml").write_text("min_clients: 2\n")
+    assert state_folder({"state-dir": "~/state"}) == tmp_path / "state"
+    assert Policy.load("~/policy.yaml").min_clients == 2
+    root = fill_placeholders({"root": {"site": "root"}}, {"root": "images"}, "~/data")["root"]
+    assert root == str((tmp_path / "data" / "images").resolve())
 
 
 @pytest.mark.slow

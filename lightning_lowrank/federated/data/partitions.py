@@ -568,14 +568,14 @@ class ByKey(Partition):
         return _from_owners(torch.from_numpy(codes.astype(np.int64)), clients, names.tolist())
 
 
-def natural_sort_key(name: Any) -> tuple[tuple[int, int, str], ...]:
+def natural_sort_key(name: Any) -> tuple[tuple[tuple[int, int, str], ...], str]:
     """A sort key that compares numbers inside names by value.
 
     Example:
-        >>> sorted(["u10", "u2", 3, "u1b"], key=natural_sort_key)
-        [3, 'u1b', 'u2', 'u10']
+        >>> sorted(["u10", "u2", 3, "u1b", "u1"], key=natural_sort_key)
+        [3, 'u1', 'u1b', 'u2', 'u10']
     """
     parts = re.split("([0-9]+)", str(name))
     found = tuple((0, int(part), "") if part.isascii() and part.isdigit() else (1, 0, part) for part in parts if part)
     # The name itself breaks ties: "007" and "7" are different.
-    return (*found, (2, 0, str(name)))
+    return found, str(name)
