@@ -10,7 +10,8 @@ import copy
 import math
 import warnings
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
@@ -20,6 +21,7 @@ from lightning.pytorch.utilities.seed import isolate_rng
 from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
 from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 from typing_extensions import override
 
@@ -431,7 +433,7 @@ class Operations:
         module.train()
         takes_index = is_param_in_hook_signature(module.training_step, "batch_idx", min_args=2)
         arguments = (self._batch, 0) if takes_index else (self._batch,)
-        with isolate_rng(), warnings.catch_warnings(), _counter() as counter:
+        with isolate_rng(), warnings.catch_warnings(), _counter(module) as counter:
             warnings.simplefilter("ignore")
             with torch.enable_grad(), multiply_adds(module) as layers:
                 output = module.training_step(*arguments)
@@ -463,10 +465,18 @@ def _trained(module: nn.Module) -> frozenset[str]:
     return frozenset(name for name, parameter in parameters if parameter.requires_grad)
 
 
-def _counter() -> FlopCounterMode:
-    return FlopCounterMode(
+@contextmanager
+def _counter(module: nn.Module) -> Iterator[FlopCounterMode]:
+    counter = FlopCounterMode(
         display=False, custom_mapping={torch.ops.aten.convolution_backward: _of_convolutions_backward}
     )
+    with ExitStack() as contexts:
+        # torch counts no operations of these libraries' recurrent layers, and of the processor's fused attention.
+        contexts.enter_context(torch.backends.mkldnn.flags(enabled=False))
+        if any(parameter.is_cuda for parameter in module.parameters()):
+            contexts.enter_context(torch.backends.cudnn.flags(enabled=False))
+        contexts.enter_context(sdpa_kernel(SDPBackend.MATH))
+        yield contexts.enter_context(counter)
 
 
 def _of_convolutions_backward(

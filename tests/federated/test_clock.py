@@ -241,6 +241,35 @@ def test_steps_that_need_values_are_counted(tmp_path):
     assert count(tmp_path, FedAvg(), Branches()) == FORWARD + BACKWARD
 
 
+class Fused(nn.Module):
+    """A recurrent layer, or attention, over the features, for which torch has fused operations."""
+
+    def __init__(self, kind):
+        super().__init__()
+        self.recurrent = kind(1, 5, batch_first=True) if kind else None
+        self.heads, self.out = nn.Linear(1, 5), nn.Linear(5, 4)
+
+    def forward(self, inputs):
+        sequence = inputs.unsqueeze(-1)
+        if self.recurrent is not None:
+            return self.out(self.recurrent(sequence)[0][:, -1])
+        heads = self.heads(sequence)[:, None]
+        return self.out(nn.functional.scaled_dot_product_attention(heads, heads, heads)[:, 0, -1])
+
+
+@pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU, None])
+def test_fused_operations_are_counted_where_a_step_needs_values(tmp_path, kind, monkeypatch):
+    # As torch's own test utilities leave it, which other libraries import.
+    monkeypatch.setattr(torch.backends, "__allow_nonbracketed_mutation_flag", False)
+
+    class Branches(Module):
+        def training_step(self, batch, batch_idx):
+            loss = super().training_step(batch, batch_idx)
+            return loss if loss.item() < 1e9 else 2 * loss
+
+    assert count(tmp_path, FedAvg(), Branches(Fused(kind))) == count(tmp_path, FedAvg(), Module(Fused(kind))) > 500
+
+
 @pytest.mark.filterwarnings("ignore::FutureWarning")
 @pytest.mark.parametrize("way", [nn.utils.parametrizations.weight_norm, nn.utils.weight_norm, nn.utils.spectral_norm])
 def test_layers_whose_weight_is_computed_are_counted(tmp_path, way):
