@@ -20,6 +20,7 @@ from lightning_utilities.core.apply_func import apply_to_collection
 from rich import get_console
 from torch import nn
 from torch.utils.data import DataLoader
+from torchmetrics import Metric
 
 from lightning_lowrank.arguments import join_names
 from lightning_lowrank.buffers import aliases, under_all_names
@@ -620,7 +621,8 @@ class FederatedLoop(FederatedSettings, Callback):
         """
         if self._turns is not None:
             self._turns.wind_back(checkpoint)
-        overridden = any(type(part).state_dict is not nn.Module.state_dict for part in pl_module.modules())
+        kinds = {type(part) for part in pl_module.modules() if not isinstance(part, Metric)}
+        overridden = any(kind.state_dict is not nn.Module.state_dict for kind in kinds)
         if self._rounds is not None and self._progress.round_open and overridden:
             # An overriding state_dict() need not call the hook that shows the global model.
             with substituted_data(trained_tensors(pl_module), self.server.model):
