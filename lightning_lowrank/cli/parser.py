@@ -11,7 +11,7 @@ import os
 import re
 import sys
 import traceback
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from functools import partial, update_wrapper
 from pathlib import Path
 from types import MethodType
@@ -53,6 +53,7 @@ from lightning_lowrank.callbacks.lowrank import LowRank
 from lightning_lowrank.callbacks.round_pictures import RoundPictures, shows_pictures
 from lightning_lowrank.callbacks.round_progress import RoundProgress
 from lightning_lowrank.cli import recipes
+from lightning_lowrank.cli.earlier_metrics import EarlierMetrics, take_earlier_metrics
 from lightning_lowrank.cli.inspection import inspect_run, make_layers, render
 from lightning_lowrank.cli.lightning_messages import only_warnings
 from lightning_lowrank.cli.suggestions import with_suggestions
@@ -116,15 +117,45 @@ class _SaveRunConfig(SaveConfigCallback):
     These are the folders of `CSVLogger`, where ``report`` reads it, and `TensorBoardLogger`. If the run has other
     loggers alone, the folder is the one in which ModelCheckpoint by default makes ``checkpoints``. A run without a
     logger, or whose logger has no name or version, has no such folder, and saves nothing.
+
+    In a folder with the configuration of an earlier run, a fit saves its own when training starts, unless it is refused
+    before, and an evaluation saves none. The same holds for the logger's metrics.
     """
+
+    _waiting: Sequence[str] = ()
+    _earlier: Sequence[EarlierMetrics] = ()
+
+    def take_earlier(self, trainer: pl.Trainer, command: str) -> None:
+        """Keep the metrics of earlier runs in the folders of the trainer's loggers."""
+        self._earlier = take_earlier_metrics(trainer, command)
 
     def save_config(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         # Each folder once, because loggers may share one.
-        for folder in _run_folders(trainer):
+        folders = _run_folders(trainer)
+        self._waiting = [each for each in folders if get_filesystem(each).exists(self._file_in(each))]
+        self._save_in(folders - {*self._waiting})
+
+    def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Find out which earlier runs the fit continues."""
+        for each in self._earlier:
+            each.begin_fit(trainer)
+
+    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Save a fit's configuration in place of an earlier run's, and drop the metrics of rounds that come again."""
+        self._save_in(self._waiting)
+        for each in self._earlier:
+            each.begin_training(trainer)
+        self._waiting = self._earlier = ()
+
+    def _file_in(self, folder: str) -> str:
+        return os.path.join(folder, self.config_filename)
+
+    def _save_in(self, folders: Iterable[str]) -> None:
+        for folder in folders:
             get_filesystem(folder).makedirs(folder, exist_ok=True)
             self.parser.save(
                 self.config,
-                os.path.join(folder, self.config_filename),
+                self._file_in(folder),
                 skip_none=False,
                 overwrite=self.overwrite,
                 multifile=self.multifile,
@@ -471,6 +502,25 @@ class LowRankCLI(SubcommandCLI):
     def before_fit(self) -> None:
         """Refuse folders that can't be written before anything is trained."""
         check_folders(self.trainer)
+        self._take_earlier()
+
+    def before_validate(self) -> None:
+        """Keep the metrics of a run in the same folder."""
+        self._take_earlier()
+
+    def before_test(self) -> None:
+        """Keep the metrics of a run in the same folder."""
+        self._take_earlier()
+
+    def before_predict(self) -> None:
+        """Keep the metrics of a run in the same folder."""
+        self._take_earlier()
+
+    def _take_earlier(self) -> None:
+        trainer: Any = self.trainer
+        for each in trainer.callbacks:
+            if isinstance(each, _SaveRunConfig):
+                each.take_earlier(trainer, str(self.config["subcommand"]))
 
     def install_optimizers(self) -> None:
         """Have ``configure_optimizers`` build the configured optimizers, so that they get the factors."""

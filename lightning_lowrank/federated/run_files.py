@@ -33,6 +33,11 @@ def _folders(trainer: pl.Trainer) -> dict[CSVLogger, Path]:
     return {logger: folder for logger in loggers if (folder := local_path(logger.log_dir)) is not None}
 
 
+def go_on_with_metadata(logger: CSVLogger) -> None:
+    """Have the next fit with a logger count from the first round of the metadata in its folder."""
+    _WRITTEN.add(logger)
+
+
 class RunMetadata:
     """Writes the metadata of a fit into the folder of each `CSVLogger`, unless that is a URL.
 

@@ -471,6 +471,34 @@ def test_the_last_checkpoint_of_a_folder_is_found_by_name(run):
     assert validated.trainer.callback_metrics["val_loss"] == fitted.trainer.callback_metrics["val_loss"]
 
 
+def test_a_run_goes_on_in_its_own_folder(run):
+    lines: dict[str, Any] = {"class_path": "LearningRateMonitor", "init_args": {"logging_interval": "step"}}
+    logger = {"class_path": "CSVLogger", "init_args": {"save_dir": "runs", "name": "", "version": "mine"}}
+    trained = {
+        "logger": logger,
+        "callbacks": [lines, {"class_path": "ModelCheckpoint", "init_args": {"save_last": True}}],
+    }
+    Path("mine.yaml").write_text(yaml.safe_dump({"trainer": {**trained, "log_every_n_steps": 1}}))
+    words = ("--config", "base.yaml", "--config", "mine.yaml")
+    folder, files = Path("runs/mine"), ("config.yaml", "metrics.csv", "run_metadata.json")
+    run("fit", *words, "--trainer.max_epochs", "3")
+    whole = (folder / "metrics.csv").read_text()
+    run("fit", *words)
+    assert (folder / "metrics.csv").read_text() == whole[: whole.index("\n", whole.rindex(",1,"))] + "\n"
+
+    kept = {name: (folder / name).read_text() for name in files}
+    with pytest.raises(SystemExit, match="clients_per_round: 3 in the checkpoint, 2 now"):
+        run("fit", *words, "--ckpt_path", "last", "--federated.clients_per_round", "2")
+    run("test", *words, "--ckpt_path", "last")
+    assert {name: (folder / name).read_text() for name in files} == kept
+    assert "test_acc" in (folder / "metrics_test.csv").read_text()
+
+    run("fit", *words, "--ckpt_path", "last", "--trainer.max_epochs", "3")
+    assert (folder / "metrics.csv").read_text() == whole
+    assert read_run(folder).metadata["first_round"] == [1]
+    assert "max_epochs: 3" in (folder / "config.yaml").read_text()
+
+
 @nightly_except("list")
 @pytest.mark.parametrize("folder", ["single", "list"])
 def test_seeds_do_not_share_a_folder(run, folder):

@@ -76,8 +76,11 @@ def test_the_folder_of_each_logger_gets_the_configuration(tmp_path, names, kind)
         saved = tmp_path / "runs" / name / "version_0" / "config.yaml"
         assert yaml.safe_load(saved.read_text())["seed_everything"] == 3
     changed = parser.parse_args(["--seed_everything", "4"])
-    _SaveRunConfig(parser, changed, **CLI_SETTINGS["save_config_kwargs"]).setup(run, Module(), "fit")
-    assert all("seed_everything: 4" in file.read_text() for file in tmp_path.rglob("config.yaml"))
+    callback = _SaveRunConfig(parser, changed, **CLI_SETTINGS["save_config_kwargs"])
+    # A run that is refused before training starts leaves that of an earlier run.
+    for moment, seed in ("setup", 3), ("on_train_start", 4):
+        getattr(callback, moment)(run, Module(), *(["fit"] if moment == "setup" else []))
+        assert all(f"seed_everything: {seed}" in file.read_text() for file in tmp_path.rglob("config.yaml"))
 
 
 def test_other_processes_save_no_configuration(tmp_path, monkeypatch):
