@@ -48,7 +48,7 @@ import lightning_lowrank.layers
 import lightning_lowrank.lora
 import lightning_lowrank.models
 import lightning_lowrank.optim  # noqa: F401
-from lightning_lowrank.arguments import printable
+from lightning_lowrank.arguments import join_names, printable
 from lightning_lowrank.callbacks.lowrank import LowRank
 from lightning_lowrank.callbacks.round_pictures import RoundPictures, shows_pictures
 from lightning_lowrank.callbacks.round_progress import RoundProgress
@@ -111,6 +111,17 @@ class _Trainer(pl.Trainer):
             render(figures, Console())
 
 
+_DATA = "data_arguments"
+"""Entry of a checkpoint with the arguments of the data."""
+_SAME_SAMPLES = frozenset({"root", "batch_size", "num_workers", "persistent_workers", "pin_memory", "prefetch_factor"})
+
+
+def _flat(config: Namespace | None) -> dict[str, Any]:
+    """A configuration's values by dotted name, as plain Python."""
+    values = {} if config is None else dict(config.items())
+    return {name: json_module.loads(json_module.dumps(value, default=str)) for name, value in values.items()}
+
+
 class _SaveRunConfig(SaveConfigCallback):
     """Saves ``config.yaml`` into each folder that holds this run alone.
 
@@ -146,6 +157,27 @@ class _SaveRunConfig(SaveConfigCallback):
         for each in self._earlier:
             each.begin_training(trainer)
         self._waiting = self._earlier = ()
+
+    def on_save_checkpoint(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: dict[str, Any]
+    ) -> None:
+        """Save the data's arguments, with which an evaluation compares its own."""
+        checkpoint[_DATA] = _flat(self.config.get("data"))
+
+    def on_load_checkpoint(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: dict[str, Any]
+    ) -> None:
+        """Warn of an evaluation whose data is not that of the checkpoint's run, which may have trained on it."""
+        now, then = _flat(self.config.get("data")), checkpoint.get(_DATA, {})
+        changed = [name for name in sorted(now.keys() | then.keys()) if now.get(name) != then.get(name)]
+        changed = [name for name in changed if name.rpartition(".")[2] not in _SAME_SAMPLES]
+        command = "" if trainer.state.fn is None else trainer.state.fn.value
+        if then and changed and command in ("validate", "test"):
+            named = [f"data.{name}={now.get(name)!r} (the checkpoint's run had {then.get(name)!r})" for name in changed]
+            rank_zero_warn(
+                f"{command} has {join_names(named)}, and may read samples that the run has trained on: give the run's"
+                " values, which are in its config.yaml."
+            )
 
     def _file_in(self, folder: str) -> str:
         return os.path.join(folder, self.config_filename)

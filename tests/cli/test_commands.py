@@ -204,6 +204,10 @@ def test_validate_test_and_predict_with_a_runs_checkpoint(run, recwarn):
     accuracy = float(tested.trainer.callback_metrics["test_acc"])
     assert accuracy == pytest.approx((probabilities.argmax(1) == targets).float().mean().item())
 
+    with pytest.warns(UserWarning, match=r"data\.init_args\.seed=9 \(the checkpoint's run had 0\)"):
+        run("test", "--config", "base.yaml", "--ckpt_path", checkpoint, "--data.init_args.seed", "9")
+    assert not [each for each in recwarn if "the checkpoint's run had" in str(each.message)]
+
     predicted = run("predict", "--config", "base.yaml", "--ckpt_path", checkpoint)
     (batch,) = predicted.trainer.predict_loop.predictions
     torch.testing.assert_close(batch["probabilities"], probabilities)
