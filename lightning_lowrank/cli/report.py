@@ -511,6 +511,11 @@ def answers(groups: Groups, goal: Goal) -> list[str]:
         which = "" if goal.budget else ", all that the cheapest run spent"
         none = f"no run logged {metric} within them."
         text = ranking(order) if order else none
+        within = {name: sum(goal.best(run, budget) is not None for run in group) for name, group in groups.items()}
+        left_out = [
+            f"{name} ({count} of {len(groups[name])})" for name, count in within.items() if count < len(groups[name])
+        ]
+        text += f" Not evaluated within them by all seeds: {', '.join(left_out)}." * bool(order and left_out)
         sentences.append(f"Best {metric} within {bytes_text(budget)} up and down{which}: {text}")
     if goal.target is not None:
         first = []

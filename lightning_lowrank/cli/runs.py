@@ -7,6 +7,7 @@ import itertools
 import json
 import math
 import re
+import warnings
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -17,7 +18,7 @@ from typing import Any, NamedTuple, TextIO
 import numpy as np
 import yaml
 
-from lightning_lowrank.arguments import escape_formula, printable
+from lightning_lowrank.arguments import escape_formula, join_names, printable
 from lightning_lowrank.configuration import misconfigured
 from lightning_lowrank.metric_direction import Monitor
 from lightning_lowrank.run_metadata import read_metadata, read_software
@@ -221,6 +222,10 @@ def find_runs(paths: Sequence[Path]) -> list[Run]:
     for path in paths:
         # is_file() excludes pipes and devices, whose reading would not end.
         found = sorted(file.parent for file in path.resolve().rglob("metrics.csv") if file.is_file())
+        links = [str(each) for each in sorted(path.glob("*")) if each.is_symlink() and each.is_dir()]
+        if links:
+            # Not followed, because a folder that comes from anyone may have links to anywhere.
+            warnings.warn(f"runs in linked folders are left out: also name {join_names(links)}.", stacklevel=2)
         if not found:
             raise misconfigured(
                 f"{path} holds no run: expected metrics.csv, which lightning.pytorch.loggers.CSVLogger writes."
@@ -240,6 +245,8 @@ def read_run(folder: Path) -> Run:
             columns = _read_columns(file)
     except (OSError, csv.Error) as error:
         return Run(folder, problem=str(error))
+    if columns and "epoch" not in columns:
+        return Run(folder, problem="it has no column epoch, as one of CSVLogger(prefix=...)")
     epoch = columns.pop("epoch", _NOTHING)
     known = (epoch.values >= 0) & (epoch.values < _MOST_ROUNDS)
     epochs = np.full(int(epoch.rounds[known].max(initial=-1)) + 1, -1)

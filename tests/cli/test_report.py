@@ -331,6 +331,12 @@ def test_an_evaluation_after_the_fit_is_neither_last_nor_best(tmp_path):
     assert find_runs([run])[0].series("train_loss") == [(3, 0.5)]
 
 
+def test_metrics_with_a_prefix_are_named(tmp_path):
+    write_run(tmp_path / "a", [{"mine-epoch": 0, "mine-val_acc": 0.5, "step": 1}])
+    with pytest.raises(MisconfigurationException, match=r"CSVLogger\(prefix="):
+        report([tmp_path / "a"], output=tmp_path / "out")
+
+
 def test_the_best_method_for_a_budget(tmp_path):
     write_run(tmp_path / "runs" / "cheap", rows_of([0.5, 0.6, 0.55], 10_000_000, 10_000_000))
     write_run(tmp_path / "runs" / "dear", rows_of([0.4, 0.9], 50_000_000, 0))
@@ -339,6 +345,7 @@ def test_the_best_method_for_a_budget(tmp_path):
     assert [row["in 50 MB (round) val_acc"] for row in rows] == ["0.6000 (2)", "0.4000 (1)", ""]
     assert "Best val_acc: dearest, 0.9900; next is dear, 0.9000." in text
     assert "Best val_acc within 50 MB up and down: cheap, 0.6000; next is dear, 0.4000." in text
+    assert "Not evaluated within them by all seeds: dearest (0 of 1)." in text
     _, text = make_report([tmp_path / "runs"], tmp_path / "out", budget=parse_bytes("100MB"))
     assert "within 100 MB up and down: dear, 0.9000; next is cheap, 0.6000." in text
     # Without a budget: as many bytes as all of them had.

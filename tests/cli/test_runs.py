@@ -126,6 +126,17 @@ def test_names_are_short_and_distinct(tmp_path, folders, names):
     assert short_names([[run] for run in find_runs([tmp_path / folder for folder in folders])]) == names
 
 
+def test_a_folder_of_links_names_them(tmp_path):
+    run = write_run(tmp_path / "runs" / "a", rows_of([0.5], 1, 1))
+    (tmp_path / "chosen").mkdir()
+    link = tmp_path / "chosen" / "linked"
+    link.symlink_to(run)
+    write_run(tmp_path / "chosen" / "b", rows_of([0.5], 1, 1))
+    with pytest.warns(UserWarning, match="linked"):
+        assert len(find_runs([tmp_path / "chosen"])) == 1
+    assert len(find_runs([tmp_path / "chosen" / "b", link])) == 2
+
+
 def test_a_run_is_found_once_by_whatever_path(tmp_path, monkeypatch):
     run = write_run(tmp_path / "runs" / "a" / "version_0", rows_of([0.5], 1, 1))
     monkeypatch.chdir(tmp_path)
