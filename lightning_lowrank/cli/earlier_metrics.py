@@ -81,7 +81,7 @@ class EarlierMetrics:
 
 def take_earlier_metrics(trainer: Any, command: str) -> list[EarlierMetrics]:
     """The earlier metrics in the folders of the trainer's `CSVLogger` on this machine."""
-    loggers = [each for each in trainer.loggers if isinstance(each, CSVLogger)] if trainer.is_global_zero else []
+    loggers = (each for each in trainer.loggers if isinstance(each, CSVLogger))
     folders = {logger: local_path(logger.log_dir) for logger in loggers}
     return [
         EarlierMetrics(logger, folder, command)

@@ -32,7 +32,7 @@ from lightning.pytorch.cli import (
 )
 from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
 from lightning.pytorch.plugins.io import TorchCheckpointIO
-from lightning.pytorch.utilities import rank_zero_warn
+from lightning.pytorch.utilities import rank_zero_only, rank_zero_warn
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from packaging.specifiers import SpecifierSet
@@ -136,6 +136,8 @@ class _SaveRunConfig(SaveConfigCallback):
     _waiting: Sequence[str] = ()
     _earlier: Sequence[EarlierMetrics] = ()
 
+    # The trainer does not know its rank before a command begins.
+    @rank_zero_only
     def take_earlier(self, trainer: pl.Trainer, command: str) -> None:
         """Keep the metrics of earlier runs in the folders of the trainer's loggers."""
         self._earlier = take_earlier_metrics(trainer, command)
