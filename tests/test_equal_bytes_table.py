@@ -106,6 +106,15 @@ def test_the_rate_is_chosen_on_held_out_images_and_runs_are_made_once(table, run
     assert {(trial.seed, rounds) for trial, rounds in runs[count:] if not trial.searches} == {(0, 12), (2, 12)}
 
 
+def test_the_largest_budget_is_for_the_first_setting(table, runs, tmp_path, capsys):
+    call(table, tmp_path, "--budgets", "8", "32", "--seeds", "0", "--settings", "fmnist", "iid")
+    most = {trial.setting: max(n for each, n in runs if each.setting == trial.setting) for trial, _ in runs}
+    assert most == {"fmnist": 249, "iid": 62}
+    with pytest.raises(SystemExit):
+        call(table, tmp_path, "--budgets", "8", "--settings", "fmnist", "iid")
+    assert "for fmnist alone, got iid" in capsys.readouterr().err
+
+
 def test_seeds_are_compared_after_the_same_bytes(table, tmp_path):
     options = SimpleNamespace(seeds=[0, 1])
     runs = table.Table(tmp_path / "RESULTS.json")

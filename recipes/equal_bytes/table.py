@@ -18,7 +18,8 @@ it to every client once.
 
 ``RESULTS.json`` holds what was measured, and a run that it holds is not made again, so that the command goes on where
 it was ended. ``--page`` makes ``RESULTS.md`` and the picture of it without a run, and ``--commands`` prints the command
-of each run that is in the table. With ``--settings``, other networks and divisions take the rates of the first setting.
+of each run that is in the table. With ``--settings``, other networks and divisions take the rates of the first setting,
+and all budgets but its largest.
 """
 
 from __future__ import annotations
@@ -349,9 +350,14 @@ def final_trials(table: Table, options: argparse.Namespace) -> Iterable[tuple[Tr
         yield from _final_of(table, setting, options)
 
 
+def _budgets(setting: str, options: argparse.Namespace) -> list[int]:
+    """The budgets of a setting: the largest is for the first setting alone."""
+    return [share for share in options.budgets if setting in [*SETTINGS][:1] or share > min(BUDGETS)]
+
+
 def _final_of(table: Table, setting: str, options: argparse.Namespace) -> Iterable[tuple[Trial, int]]:
     for method in options.methods:
-        for share in options.budgets:
+        for share in _budgets(setting, options):
             rate = table.rate(method, share)
             if rate is None:
                 continue
@@ -390,7 +396,7 @@ def _command(options: argparse.Namespace) -> str:
 
 def _accuracies(table: Table, setting: str, options: argparse.Namespace) -> Iterable[str]:
     measured = {share for trial, share in _final_of(table, setting, options) if table.ran(trial, share)}
-    shares = sorted(measured or options.budgets, reverse=True)
+    shares = sorted(measured or _budgets(setting, options), reverse=True)
     yield (
         "| method | overlays | kB a round | idle | "
         + " | ".join(f"R/{share} | rate" for share in shares)
@@ -523,9 +529,8 @@ Fashion-MNIST, 20,000 training images, 20 clients, 10 in a round, 10 local steps
 its momentum in a subspace). Test accuracy in percent, mean and deviation over seeds, by bytes up and down; the rate at
 each budget is chosen on held-out images from one grid for all methods. `idle` is what a broadcast to clients that do
 not take part adds. Seconds are simulated, at 10 Mbit/s each way and 1e9 multiply-adds a second. An empty cell: not
-measured, not reached, or no round ends within the budget. R/8 was measured for the MLP on Dirichlet(0.3) alone, and
-R/32 of CNN4 for most methods with seed 0 alone. Torch was 2.14 for CNN4, IID, R/8 and R/128 of Dirichlet(0.3) and some
-of its R/32, and 2.11 on another machine for all other runs.
+measured, not reached, or no round ends within the budget. R/8 is for the MLP on Dirichlet(0.3) alone. Torch was 2.14
+for CNN4, IID, R/8 and R/128 of Dirichlet(0.3) and some of its R/32, and 2.11 on another machine for all other runs.
 
 ```bash
 COMMAND
@@ -550,6 +555,8 @@ def main(words: Sequence[str] | None = None) -> int:
     parser.add_argument("--page", action="store_true", help="make the page alone")
     parser.add_argument("--commands", action="store_true", help="print the commands of the table's runs")
     options = parser.parse_args(words)
+    if without := [setting for setting in options.settings if not _budgets(setting, options)]:
+        parser.error(f"--budgets {min(BUDGETS)} is for {next(iter(SETTINGS))} alone, got {' '.join(without)} too")
     table = Table(options.into)
     if options.commands:
         for trial, share in final_trials(table, options):
