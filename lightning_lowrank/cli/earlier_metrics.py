@@ -7,8 +7,9 @@ on keeps those of its rounds.
 from __future__ import annotations
 
 import csv
-import os
 import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +18,9 @@ from lightning.pytorch.callbacks import Checkpoint
 from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.utilities import rank_zero_warn
 
-from lightning_lowrank.federated.run_files import go_on_with_metadata
+from lightning_lowrank.federated.run_files import go_on_with_metadata, metrics_folders
 from lightning_lowrank.federated.safe_files import local_path
+from lightning_lowrank.run_metadata import replaces
 
 _METRICS = "metrics.csv"
 
@@ -35,12 +37,9 @@ class EarlierMetrics:
     def __init__(self, logger: CSVLogger, folder: Path, command: str) -> None:
         self._logger, self._folder, self._file = logger, folder, folder / _METRICS
         self._continues = False
-        kept = folder / f"{_METRICS}.kept"
-        os.replace(self._file, kept)
-        with warnings.catch_warnings():
+        with _moved_away(self._file), warnings.catch_warnings():
             warnings.filterwarnings("ignore", "Experiment logs directory")
             self._writer: Any = logger.experiment
-        os.replace(kept, self._file)
         if command != "fit":
             file = folder / f"metrics_{command}.csv"
             file.unlink(missing_ok=True)
@@ -64,7 +63,8 @@ class EarlierMetrics:
             return
         # The logger appends rows in this order.
         self._writer.metrics_keys = sorted(rows[0])
-        with open(self._file, "w", newline="", encoding="utf-8") as file:
+        part = self._folder / f"{_METRICS}.part"
+        with replaces(part, self._file), open(part, "w", newline="", encoding="utf-8") as file:
             writer = csv.DictWriter(file, self._writer.metrics_keys)
             writer.writeheader()
             writer.writerows(rows)
@@ -79,14 +79,22 @@ class EarlierMetrics:
         )
 
 
+@contextmanager
+def _moved_away(file: Path) -> Iterator[None]:
+    """A context in which a file has another name."""
+    kept = file.rename(file.with_name(f"{file.name}.kept"))
+    try:
+        yield
+    finally:
+        kept.replace(file)
+
+
 def take_earlier_metrics(trainer: Any, command: str) -> list[EarlierMetrics]:
     """The earlier metrics in the folders of the trainer's `CSVLogger` on this machine."""
-    loggers = (each for each in trainer.loggers if isinstance(each, CSVLogger))
-    folders = {logger: local_path(logger.log_dir) for logger in loggers}
     return [
         EarlierMetrics(logger, folder, command)
-        for logger, folder in folders.items()
-        if folder is not None and (folder / _METRICS).is_file()
+        for logger, folder in metrics_folders(trainer).items()
+        if (folder / _METRICS).is_file()
     ]
 
 

@@ -116,10 +116,11 @@ _DATA = "data_arguments"
 _SAME_SAMPLES = frozenset({"root", "batch_size", "num_workers", "persistent_workers", "pin_memory", "prefetch_factor"})
 
 
-def _flat(config: Namespace | None) -> dict[str, Any]:
-    """A configuration's values by dotted name, as plain Python."""
-    values = {} if config is None else dict(config.items())
-    return {name: json_module.loads(json_module.dumps(value, default=str)) for name, value in values.items()}
+def _data_arguments(config: Namespace) -> dict[str, Any]:
+    """The data's arguments by dotted name, as plain Python, without those that do not change which samples it has."""
+    data = config.get("data") or Namespace()
+    chosen = {name: value for name, value in data.items() if name.rpartition(".")[2] not in _SAME_SAMPLES}
+    return json_module.loads(json_module.dumps(chosen, default=str))
 
 
 class _SaveRunConfig(SaveConfigCallback):
@@ -164,15 +165,14 @@ class _SaveRunConfig(SaveConfigCallback):
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: dict[str, Any]
     ) -> None:
         """Save the data's arguments, with which an evaluation compares its own."""
-        checkpoint[_DATA] = _flat(self.config.get("data"))
+        checkpoint[_DATA] = _data_arguments(self.config)
 
     def on_load_checkpoint(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: dict[str, Any]
     ) -> None:
         """Warn of an evaluation whose data is not that of the checkpoint's run, which may have trained on it."""
-        now, then = _flat(self.config.get("data")), checkpoint.get(_DATA, {})
+        now, then = _data_arguments(self.config), checkpoint.get(_DATA, {})
         changed = [name for name in sorted(now.keys() | then.keys()) if now.get(name) != then.get(name)]
-        changed = [name for name in changed if name.rpartition(".")[2] not in _SAME_SAMPLES]
         command = "" if trainer.state.fn is None else trainer.state.fn.value
         if then and changed and command in ("validate", "test"):
             named = [f"data.{name}={now.get(name)!r} (the checkpoint's run had {then.get(name)!r})" for name in changed]
@@ -520,7 +520,7 @@ class LowRankCLI(SubcommandCLI):
         return trainer
 
     def run_subcommand(self, subcommand: str) -> None:
-        """Refuse a name for which there is no checkpoint, and run.
+        """Refuse a name for which there is no checkpoint, keep the metrics of earlier runs, and run.
 
         ``fit`` takes ``last`` in any case, as Lightning does: the first fit has none.
         """
@@ -531,30 +531,15 @@ class LowRankCLI(SubcommandCLI):
                 f"ckpt_path={name!r}: {subcommand} finds no such checkpoint of this configuration, as each run has a"
                 " folder of its own: give the file, as in --ckpt_path runs/version_0/checkpoints/last.ckpt."
             )
+        if subcommand == "fit":
+            # Before anything is trained.
+            check_folders(self.trainer)
+        if subcommand != "inspect":
+            trainer: Any = self.trainer
+            for each in trainer.callbacks:
+                if isinstance(each, _SaveRunConfig):
+                    each.take_earlier(trainer, subcommand)
         super().run_subcommand(subcommand)
-
-    def before_fit(self) -> None:
-        """Refuse folders that can't be written before anything is trained."""
-        check_folders(self.trainer)
-        self._take_earlier()
-
-    def before_validate(self) -> None:
-        """Keep the metrics of a run in the same folder."""
-        self._take_earlier()
-
-    def before_test(self) -> None:
-        """Keep the metrics of a run in the same folder."""
-        self._take_earlier()
-
-    def before_predict(self) -> None:
-        """Keep the metrics of a run in the same folder."""
-        self._take_earlier()
-
-    def _take_earlier(self) -> None:
-        trainer: Any = self.trainer
-        for each in trainer.callbacks:
-            if isinstance(each, _SaveRunConfig):
-                each.take_earlier(trainer, str(self.config["subcommand"]))
 
     def install_optimizers(self) -> None:
         """Have ``configure_optimizers`` build the configured optimizers, so that they get the factors."""

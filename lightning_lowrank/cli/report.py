@@ -511,11 +511,8 @@ def answers(groups: Groups, goal: Goal) -> list[str]:
         which = "" if goal.budget else ", all that the cheapest run spent"
         none = f"no run logged {metric} within them."
         text = ranking(order) if order else none
-        within = {name: sum(goal.best(run, budget) is not None for run in group) for name, group in groups.items()}
-        left_out = [
-            f"{name} ({count} of {len(groups[name])})" for name, count in within.items() if count < len(groups[name])
-        ]
-        text += f" Not evaluated within them by all seeds: {', '.join(left_out)}." * bool(order and left_out)
+        if order:
+            text += _by_some("Not evaluated within them", groups, lambda run: goal.best(run, budget))
         sentences.append(f"Best {metric} within {bytes_text(budget)} up and down{which}: {text}")
     if goal.target is not None:
         first = []
@@ -528,13 +525,16 @@ def answers(groups: Groups, goal: Goal) -> list[str]:
             if order:
                 first.append(f"with {least} by {_and(order[0][0])} ({form(order[0][1])})")
         text = f"is reached {', '.join(first)}." if first else "is reached by no run with all its seeds."
-        reached = {name: sum(goal.reached(run) is not None for run in group) for name, group in groups.items()}
-        missed = [
-            f"{name} ({reached[name]} of {len(group)})" for name, group in groups.items() if reached[name] < len(group)
-        ]
-        text += f" Not reached by all seeds: {', '.join(missed)}." * bool(missed)
+        text += _by_some("Not reached", groups, goal.reached)
         sentences.append(f"{metric} {goal.target:g} {text}")
     return [printable(sentence.replace("\n", " ")) for sentence in sentences]
+
+
+def _by_some(what: str, groups: Groups, figure: Callable[[Run], object]) -> str:
+    """A sentence that names the groups of which not all runs have a figure; empty if all have."""
+    counts = {name: sum(figure(run) is not None for run in group) for name, group in groups.items()}
+    named = [f"{name} ({counts[name]} of {len(group)})" for name, group in groups.items() if counts[name] < len(group)]
+    return f" {what} by all seeds: {', '.join(named)}." * bool(named)
 
 
 def _and(names: Sequence[str]) -> str:

@@ -621,9 +621,7 @@ class FederatedLoop(FederatedSettings, Callback):
         """
         if self._turns is not None:
             self._turns.wind_back(checkpoint)
-        kinds = {type(part) for part in pl_module.modules() if not isinstance(part, Metric)}
-        overridden = any(kind.state_dict is not nn.Module.state_dict for kind in kinds)
-        if self._rounds is not None and self._progress.round_open and overridden:
+        if self._rounds is not None and self._progress.round_open and _has_own_state_dict(pl_module):
             # An overriding state_dict() need not call the hook that shows the global model.
             with substituted_data(trained_tensors(pl_module), self.server.model):
                 checkpoint["state_dict"] = trainer.strategy.lightning_module_state_dict()
@@ -681,6 +679,12 @@ class FederatedLoop(FederatedSettings, Callback):
         self._progress.load_state_dict(state["progress"])
         # Discard a plan that was made before the checkpoint was loaded.
         self._data.plan, self._data.resumed_chunks = None, state["chunks"]
+
+
+def _has_own_state_dict(module: nn.Module) -> bool:
+    """Whether a part of a module overrides ``state_dict()``; metrics do, and hold no trained tensors."""
+    kinds = {type(part) for part in module.modules() if not isinstance(part, Metric)}
+    return any(kind.state_dict is not nn.Module.state_dict for kind in kinds)
 
 
 class _StateHook:

@@ -99,8 +99,10 @@ class Rounds(OfTheRun):
         self._progress = progress
         self._processes = processes
         self._to_device = functools.partial(_to_device, device=self._module.device)
-        self._ended = self._reopened = self._aggregating = False
-        self._answered_before = self._steps_before = 0
+        self._ended = self._reopened = False
+        # Whether the server has received a part of a chunk's messages, or has aggregated in part.
+        self._partial = False
+        self._steps_before = 0
         # A checkpoint of an interrupted fit would have a client's message and not that it was received, for example.
         self._signals = DeferredSignals()
         self.has_figures = False
@@ -239,7 +241,6 @@ class Rounds(OfTheRun):
         self._optimizers.load_state_dict(state["optimizers"])
         if not progress.round_open:
             return
-        self._answered_before = len(self.exchange.answers.answered)
         # A checkpoint saved inside a client's turn has that client's options.
         self._optimizers.wind_back()
         # Lightning does not call on_train_epoch_start in the rest of the round, where callbacks freeze layers.
@@ -294,7 +295,7 @@ class Rounds(OfTheRun):
             if progress.chunk_open:
                 return False
         progress.chunk = number + 1
-        self._answered_before = len(self.exchange.answers.answered)
+        self._partial = False
         if ends_round and self._processes is not None:
             # Other processes continue; this one waits for them at the round's end.
             self._ended, ends_round = True, False
@@ -370,7 +371,6 @@ class Rounds(OfTheRun):
         # A hook between clients, as of validation, may have changed them.
         self.execution.flags.restore()
         self._before_client = self.exchange.state_of_transfers()
-        self._answered_before = len(self.exchange.answers.answered)
         self._steps_before = self._progress.client_steps
         self._opened = chunk
         failed = self.execution.open(chunk)
@@ -413,13 +413,15 @@ class Rounds(OfTheRun):
         self._refuse_replaced()
         self.execution.end_steps()
         self._isolation.end_client()
+        self._partial = True
         failed = self.execution.close()
+        clients = self._data.current_plan().chunks[self._progress.chunk].clients
         if self._settings.on_client_error == "raise":
             for error in failed.values():
                 if not isinstance(error, LateError):
-                    # The chunk stays open, so that a checkpoint of the error repeats it.
+                    # The chunk stays open, so that a checkpoint of the error repeats it if nothing was received.
+                    self._partial = len(failed) < len(clients)
                     raise error
-        clients = self._data.current_plan().chunks[self._progress.chunk].clients
         if len(failed) < len(clients):
             self.logbook.count_clients([place for place, client in enumerate(clients) if client in failed])
         else:
@@ -469,9 +471,9 @@ class Rounds(OfTheRun):
         """End the round, if one is open, and load the new global model into the module."""
         with self._signals:
             if self._progress.round_open:
-                self._aggregating = True
+                self._partial = True
                 self._aggregate()
-                self._aggregating = False
+                self._partial = False
 
     def _aggregate(self) -> None:
         progress = self._progress
@@ -536,9 +538,6 @@ class Rounds(OfTheRun):
         plan = self._data.plan
         server = self.exchange.state_dict()
         saved = progress.state_dict()
-        # An error has ended the round's aggregation, or the receipt of a chunk's messages.
-        answered = len(self.exchange.answers.answered)
-        partial = progress.round_open and (self._aggregating or answered > self._answered_before)
         if progress.chunk_open:
             # A resumed run repeats the chunk from its start, with the clients that failed to begin.
             plan = plan and plan.with_chunk(progress.chunk, self._opened)
@@ -551,7 +550,7 @@ class Rounds(OfTheRun):
             }
             saved |= {"chunk_open": False, "client_steps": self._steps_before}
         return {
-            **({PARTIAL: progress.round} if partial else {}),
+            **({PARTIAL: progress.round} if self._partial else {}),
             "algorithm": type(self._algorithm).__name__,
             "execution": execution.name,
             "channels_last": execution.channels_last,

@@ -27,7 +27,7 @@ CLIENT_TABLES = {"validate": "clients.csv", "test": "clients_test.csv"}
 _WRITTEN: WeakSet[CSVLogger] = WeakSet()
 
 
-def _folders(trainer: pl.Trainer) -> dict[CSVLogger, Path]:
+def metrics_folders(trainer: pl.Trainer) -> dict[CSVLogger, Path]:
     """The folder of each `CSVLogger` on this machine; none in processes that do not write."""
     loggers = [each for each in trainer.loggers if isinstance(each, CSVLogger)] if trainer.is_global_zero else []
     return {logger: folder for logger in loggers if (folder := local_path(logger.log_dir)) is not None}
@@ -49,7 +49,7 @@ class RunMetadata:
     """
 
     def __init__(self, trainer: pl.Trainer, indices: ClientIndices | None) -> None:
-        folders = _folders(trainer)
+        folders = metrics_folders(trainer)
         self._folders = list(folders.values())
         self._earlier = {
             folder: earlier
@@ -113,7 +113,7 @@ def write_client_table(
         columns: Each client's figures, by name.
         names: The clients' names.
     """
-    folders = _folders(trainer)
+    folders = metrics_folders(trainer)
     if not folders:
         return
     rows = [

@@ -352,7 +352,7 @@ def final_trials(table: Table, options: argparse.Namespace) -> Iterable[tuple[Tr
 
 def _budgets(setting: str, options: argparse.Namespace) -> list[int]:
     """The budgets of a setting: the largest is for the first setting alone."""
-    return [share for share in options.budgets if setting in [*SETTINGS][:1] or share > min(BUDGETS)]
+    return [share for share in options.budgets if setting == next(iter(SETTINGS)) or share > min(BUDGETS)]
 
 
 def _final_of(table: Table, setting: str, options: argparse.Namespace) -> Iterable[tuple[Trial, int]]:
