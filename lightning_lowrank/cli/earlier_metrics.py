@@ -99,7 +99,7 @@ def take_earlier_metrics(trainer: Any, command: str) -> list[EarlierMetrics]:
 
 
 def _before(rows: list[dict[str, str]], epoch: int) -> list[dict[str, str]]:
-    """The rows of the epochs before ``epoch``. Others, such as a learning rate's, have a step alone."""
-    steps = [float(row["step"]) for row in rows if row.get("epoch") and float(row["epoch"]) < epoch]
-    last = max(steps, default=-1.0)
-    return [row for row in rows if (float(row["epoch"]) < epoch if row.get("epoch") else float(row["step"]) <= last)]
+    """The rows up to the last one of an epoch before ``epoch``."""
+    # By position, because rows such as a learning rate's have no epoch.
+    places = [place for place, row in enumerate(rows) if row.get("epoch") and float(row["epoch"]) < epoch]
+    return rows[: max(places, default=-1) + 1]

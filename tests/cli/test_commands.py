@@ -480,7 +480,7 @@ def test_a_run_goes_on_in_its_own_folder(run):
     logger = {"class_path": "CSVLogger", "init_args": {"save_dir": "runs", "name": "", "version": "mine"}}
     trained = {
         "logger": logger,
-        "callbacks": [lines, {"class_path": "ModelCheckpoint", "init_args": {"save_last": True}}],
+        "callbacks": [lines, {"class_path": "ModelCheckpoint", "init_args": {"save_last": True, "save_top_k": -1}}],
     }
     Path("mine.yaml").write_text(yaml.safe_dump({"trainer": {**trained, "log_every_n_steps": 1}}))
     words = ("--config", "base.yaml", "--config", "mine.yaml")
@@ -489,6 +489,8 @@ def test_a_run_goes_on_in_its_own_folder(run):
     whole = (folder / "metrics.csv").read_text()
     run("fit", *words)
     assert (folder / "metrics.csv").read_text() == whole[: whole.index("\n", whole.rindex(",1,"))] + "\n"
+
+    assert "max_epochs: 2" in (folder / "config.yaml").read_text()
 
     kept = {name: (folder / name).read_text() for name in files}
     with pytest.raises(SystemExit, match="clients_per_round: 3 in the checkpoint, 2 now"):
@@ -501,6 +503,11 @@ def test_a_run_goes_on_in_its_own_folder(run):
     assert (folder / "metrics.csv").read_text() == whole
     assert read_run(folder).metadata["first_round"] == [1]
     assert "max_epochs: 3" in (folder / "config.yaml").read_text()
+
+    # Rounds after the checkpoint are made again.
+    first = min((folder / "checkpoints").glob("epoch=0*.ckpt"))
+    run("fit", *words, "--ckpt_path", first, "--trainer.max_epochs", "3")
+    assert (folder / "metrics.csv").read_text() == whole
 
 
 @nightly_except("list")
